@@ -1,0 +1,198 @@
+"""EngineConfig and its parts: every constant of the engine, with its unit, bound and default.
+
+Owns: the knobs and their checks. Knows nothing of what they do beyond one line each. Frozen after construction (values
+computed from them, such as the size of the KV pool, are other types). docs/configuration.md is compared with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from ..ipc.errors import ConfigError
+
+INT32_MAX = 2**31 - 1
+
+
+def _bounded(default: Any, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field with its bound kept beside it, so that checks, docs and error messages read the same numbers."""
+    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+
+
+class _Checked:
+    """Checks every field against its own metadata; parts check themselves."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if not is_dataclass(value):
+                _check(item.name, value, hints[item.name], item.metadata)
+
+
+@dataclass(frozen=True)
+class CacheConfig(_Checked):
+    """The KV pool and the prefix index."""
+
+    strategy: str = _bounded("paged", choices=("paged", "contiguous"))
+    """How slots are given out: blocks on demand, or one run of slots per sequence."""
+    block_size_tokens: int = _bounded(16, 1, 1024)
+    """Slots per block (paged); the unit of sharing in the prefix index."""
+    num_tokens: int | None = _bounded(None, 1, INT32_MAX)
+    """Slots of the whole pool; None sizes it from memory."""
+    memory_fraction: float = _bounded(0.25, 0.01, 0.95)
+    """Share of the memory that is free after the weights, given to the pool when `num_tokens` is None."""
+    prefix_caching: bool = _bounded(True)
+    """Share the KV of equal prompt beginnings under the same policy version."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(_Checked):
+    """What one step may hold, and who waits."""
+
+    max_num_seqs: int = _bounded(128, 1, 65536)
+    """Sequences that may run at once: rows of the block table."""
+    max_step_tokens: int = _bounded(512, 1, 65536)
+    """Tokens of one forward pass, shared by decodes and prefill chunks."""
+    prefill_chunk_tokens: int = _bounded(256, 1, 65536)
+    """Most prompt tokens of one sequence in one step."""
+    max_waiting: int = _bounded(100_000, 1, 10_000_000)
+    """Requests that may wait for admission; one more is refused with `no_capacity`."""
+    watermark_fraction: float = _bounded(0.02, 0.0, 0.5)
+    """Share of the blocks kept free at admission, so that running sequences can grow without preemption."""
+    max_bypass_steps: int = _bounded(32, 0, 1_000_000)
+    """Steps for which smaller requests may overtake one that doesn't fit; after that it is next."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(_Checked):
+    """How attention is cut up."""
+
+    max_kv_splits: int = _bounded(32, 1, 1024)
+    """Most partitions of one sequence's KV. Their length follows from it and the model's context; results depend on it."""
+    query_tile_rows: int = _bounded(64, 1, 1024)
+    """Query rows that share one read of the KV in prefill; results don't depend on it."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig(_Checked):
+    """Defaults of sampling that are the engine's, not the request's."""
+
+    penalty_window_tokens: int = _bounded(64, 0, INT32_MAX)
+    """Last tokens that penalties look at where the request names no window; 0 means all."""
+
+
+@dataclass(frozen=True)
+class RuntimeConfig(_Checked):
+    """How forward passes are run."""
+
+    kernels: str = _bounded("auto", choices=("auto", "native", "torch"))
+    """Which kernels compute: native where they can be built, else torch."""
+    exact: bool = _bounded(True)
+    """A row's result never depends on its company; False takes the fastest path that torch offers."""
+    num_threads: int | None = _bounded(None, 1, 1024)
+    """CPU threads of the forward pass; None takes every core that this process may use."""
+    prefill_warmup_tokens: int = _bounded(64, 0, 65536)
+    """Length of the prompt that `Engine.warm_up` runs before the first request; 0 runs none."""
+    cuda_graphs: bool = _bounded(True)
+    """Capture steady decode in CUDA graphs (CUDA only)."""
+
+
+@dataclass(frozen=True)
+class VersionConfig(_Checked):
+    """Policy versions held at once."""
+
+    max_installed: int = _bounded(2, 1, 16)
+    """Weight sets that may be installed together: the live one, those still pinned, and the pending one."""
+    lock_timeout_s: float = _bounded(60.0, 0.001, 86_400.0)
+    """Seconds that an update waits for a synchronous batch (and a batch for an update) before it gives up."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig(_Checked):
+    """What the engine remembers about itself."""
+
+    recent_requests: int = _bounded(128, 1, 1_000_000)
+    """Finished requests behind the percentiles in `Engine.stats()`."""
+
+
+@dataclass(frozen=True)
+class EngineConfig(_Checked):
+    """All of the engine's configuration."""
+
+    device: str = _bounded("cpu")
+    """A torch device: `cpu`, `cuda` or `cuda:N`."""
+    dtype: str = _bounded("bfloat16", choices=("bfloat16", "float32"))
+    """Element type of weights, activations and KV."""
+    max_model_len: int | None = _bounded(None, 1, INT32_MAX)
+    """Most tokens (prompt and completion) of one sequence; None takes the model's context."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """The KV pool and the prefix index."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """What one step may hold, and who waits."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """How attention is cut up."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Defaults of sampling."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """How forward passes are run."""
+    versions: VersionConfig = field(default_factory=VersionConfig)
+    """Policy versions held at once."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """What the engine remembers about itself."""
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> EngineConfig:
+        """Build from nested mappings (as TOML gives them).
+
+        Raises:
+            ConfigError: an unknown key or a value out of bounds, with its dotted name (P4).
+        """
+        return _from_dict(EngineConfig, values, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values; `from_dict` gives an equal configuration back."""
+        return _to_dict(self)
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None:
+    kinds = get_args(hint) or (hint,)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (isinstance(value, kinds) or (float in kinds and is_number)) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(name, f"is {value!r}; must be {expected}")
+    if metadata.get("choices") and value not in metadata["choices"]:
+        raise ConfigError(name, f"is {value!r}; must be one of {', '.join(metadata['choices'])}")
+    low, high = metadata.get("low"), metadata.get("high")
+    if is_number and low is not None and not low <= value <= high:
+        raise ConfigError(name, f"is {value!r}; must be in [{low}, {high}]")
+
+
+def _from_dict(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
+    known = {item.name: item for item in fields(kind)}
+    hints = get_type_hints(kind)
+    arguments = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(prefix + key, f"is no known key; known are {', '.join(known)}")
+        if known[key].default_factory is not MISSING:
+            if not isinstance(value, Mapping):
+                raise ConfigError(prefix + key, f"is {value!r}; must be a table of {', '.join(get_type_hints(hints[key]))}")
+            value = _from_dict(hints[key], value, f"{prefix}{key}.")
+        arguments[key] = value
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        raise ConfigError(prefix + error.field, str(error).removeprefix(f"{error.field}: ")) from None
+
+
+def _to_dict(part: Any) -> dict[str, Any]:
+    values = {item.name: getattr(part, item.name) for item in fields(part)}
+    return {name: _to_dict(value) if is_dataclass(value) else value for name, value in values.items()}
