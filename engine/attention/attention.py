@@ -1,0 +1,126 @@
+"""AttentionBackend: one forward and one guard for every way to compute attention.
+
+Owns: what a call may look like. Knows nothing of the cache's bookkeeping (it never imports engine.cache), of models or
+of requests. Called by the decoder, once per layer.
+
+Shapes: see descriptors.py. Threads: a backend is called from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .descriptors import (
+    DecodeDescriptor,
+    Descriptor,
+    LayerAttention,
+    LayerKV,
+    PackedDescriptor,
+    PrefillDescriptor,
+)
+
+
+class AttentionBackend(ABC):
+    """Causal attention with grouped KV heads over packed sequences or over a paged cache."""
+
+    name: str = ""
+    """Short name for logs and `describe()`."""
+    exact: bool = False
+    """True where a query's bits depend on its own sequence alone: not on phase, batch, chunk, block size or threads."""
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THkD: Tensor,
+        v_THkD: Tensor,
+        descriptor: Descriptor | None,
+        layer: LayerAttention,
+        kv: LayerKV | None,
+    ) -> Tensor:
+        """Attend; every query sees its own sequence's positions up to its own, inside the layer's window.
+
+        Without a cache (`descriptor` None: one whole sequence; `PackedDescriptor`: several) K and V are the call's own.
+        With one (`PrefillDescriptor`, `DecodeDescriptor`) they are read from `kv`, where `store` has put the call's own
+        before; `k_THkD` and `v_THkD` are then not looked at.
+
+        Shapes: q [T, H, D], k and v [T, Hk, D] → [T, H, D], contiguous, of q's dtype.
+
+        Raises:
+            TypeError: the descriptor is of no known type (S7), `kv` is missing or superfluous, dtypes differ.
+            ValueError: shapes don't fit each other.
+        """
+        _guard(q_THD, k_THkD, v_THkD, descriptor, kv)
+        if descriptor is None:
+            descriptor = _whole_sequence(q_THD)
+        return self._attend(q_THD, k_THkD, v_THkD, descriptor, layer, kv)
+
+    def store(self, k_THkD: Tensor, v_THkD: Tensor, slots_T: Tensor, kv: LayerKV) -> None:
+        """Write the call's K and V into their slots; tokens whose slot is negative are skipped.
+
+        Shapes: k and v [T, Hk, D]; slots int32 [T], each below S, no slot twice.
+        """
+        if slots_T.dtype is not torch.int32:
+            raise TypeError(f"slots_T is {slots_T.dtype}; must be torch.int32")
+        self._store(k_THkD, v_THkD, slots_T, kv)
+
+    def _store(self, k_THkD: Tensor, v_THkD: Tensor, slots_T: Tensor, kv: LayerKV) -> None:
+        """`store` after its check; CPU default."""
+        is_kept = slots_T >= 0
+        if not bool(is_kept.all()):
+            k_THkD, v_THkD, slots_T = k_THkD[is_kept], v_THkD[is_kept], slots_T[is_kept]
+        kv.k_SHD.index_copy_(0, slots_T.long(), k_THkD)
+        kv.v_SHD.index_copy_(0, slots_T.long(), v_THkD)
+
+    @abstractmethod
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_THkD: Tensor,
+        v_THkD: Tensor,
+        descriptor: Descriptor,
+        layer: LayerAttention,
+        kv: LayerKV | None,
+    ) -> Tensor:
+        """`forward` after the guard; `descriptor` is one of the three types and `kv` is there exactly when cached."""
+
+    def describe(self) -> dict[str, str | int | bool]:
+        """What this backend is and which settings its bits depend on, for status and for records of versions."""
+        return {"name": self.name, "exact": self.exact}
+
+
+def _guard(q_THD: Tensor, k_THkD: Tensor, v_THkD: Tensor, descriptor: object, kv: LayerKV | None) -> None:
+    if isinstance(descriptor, (DecodeDescriptor, PrefillDescriptor)):
+        if kv is None:
+            raise TypeError(f"{type(descriptor).__name__} needs the layer's KV slots; kv is None")
+        keys, values = kv.k_SHD, kv.v_SHD
+    elif descriptor is None or isinstance(descriptor, PackedDescriptor):
+        if kv is not None:
+            raise TypeError("kv was given without a prefill or decode descriptor that says what to read from it")
+        keys, values = k_THkD, v_THkD
+    else:
+        raise TypeError(
+            f"attention descriptor is {type(descriptor).__name__}; must be None, PackedDescriptor, PrefillDescriptor or "
+            "DecodeDescriptor"
+        )
+    dtype = q_THD.dtype
+    if keys.dtype is not dtype or values.dtype is not dtype:
+        raise TypeError(f"q is {dtype}, K {keys.dtype}, V {values.dtype}; must be the same")
+    shape = q_THD.shape
+    kv_shape = keys.shape
+    if len(shape) != 3 or len(kv_shape) != 3 or kv_shape != values.shape or shape[2] != kv_shape[2]:
+        raise ValueError(f"q {tuple(shape)}, K {tuple(kv_shape)}, V {tuple(values.shape)} don't fit [tokens, heads, head dim]")
+    if shape[1] % kv_shape[1]:
+        raise ValueError(f"{shape[1]} query heads can't share {kv_shape[1]} KV heads evenly")
+    if isinstance(descriptor, DecodeDescriptor):
+        if descriptor.seq_lens.shape[0] != shape[0]:
+            raise ValueError(f"DecodeDescriptor has {descriptor.seq_lens.shape[0]} rows for {shape[0]} queries")
+    elif not isinstance(descriptor, PrefillDescriptor) and kv_shape[0] != shape[0]:
+        raise ValueError(f"q has {shape[0]} tokens, K and V {kv_shape[0]}; without a cache they must be equal")
+
+
+def _whole_sequence(q_THD: Tensor) -> PackedDescriptor:
+    length = q_THD.shape[0]
+    return PackedDescriptor(torch.tensor([0, length], dtype=torch.int32, device=q_THD.device), length)
