@@ -143,6 +143,15 @@ class EngineConfig(_Checked):
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """What the engine remembers about itself."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scheduler.max_num_seqs > self.scheduler.max_step_tokens:
+            raise ConfigError(
+                "scheduler.max_num_seqs",
+                f"is {self.scheduler.max_num_seqs}, above scheduler.max_step_tokens={self.scheduler.max_step_tokens}; "
+                "a step holds at least one token of every running sequence",
+            )
+
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> EngineConfig:
         """Build from nested mappings (as TOML gives them).

@@ -47,8 +47,6 @@ class ErrorReason(str, Enum):
     """Bans, allowed tokens and filters left no token to draw."""
     KV_EXHAUSTED = "kv_exhausted"
     """The sequence outgrew the whole KV pool."""
-    VERSION_GONE = "version_gone"
-    """The pinned version was retired before the request could start."""
     INTERNAL = "internal"
     """A fault inside the engine while this request ran."""
 
