@@ -1,0 +1,1 @@
+"""Kernels: the arithmetic of the decoder, each native code beside its torch reference."""
