@@ -6,6 +6,8 @@ Differentiable (packed sequences), so that gradients can be compared as well.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class ReferenceAttention(AttentionBackend):
         outputs = []
         if isinstance(descriptor, PackedDescriptor):
             starts = descriptor.seq_starts.tolist()
-            for start, end in zip(starts, starts[1:]):
+            for start, end in itertools.pairwise(starts):
                 outputs.append(_attend_one(q_THD[start:end], k_THkD[start:end], v_THkD[start:end], 0, layer))
         else:
             assert kv is not None
@@ -47,7 +49,7 @@ def _query_runs(descriptor: Descriptor) -> list[tuple[int, int, int]]:
         return [(row, row + 1, length - 1) for row, length in enumerate(descriptor.seq_lens.tolist())]
     assert not isinstance(descriptor, PackedDescriptor)
     starts = descriptor.query_starts.tolist()
-    return list(zip(starts, starts[1:], descriptor.start_positions.tolist()))
+    return list(zip(starts, starts[1:], descriptor.start_positions.tolist(), strict=False))
 
 
 def _slots_of(table: Tensor, block_size: int, num_positions: int) -> Tensor:
