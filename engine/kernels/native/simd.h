@@ -268,6 +268,17 @@ UNISON_INLINE F8 hsum_each(const F8 (&a)[8]) {
 
 #endif
 
+// Keeps a value that was just loaded in a register, where the compiler would load it again for each use.
+UNISON_INLINE void hold(F8& a) {
+#if defined(UNISON_AVX2)
+    asm("" : "+x"(a.v));
+#elif defined(UNISON_NEON)
+    asm("" : "+w"(a.lo), "+w"(a.hi));
+#else
+    (void)a;
+#endif
+}
+
 // ---- built from the primitives: one definition for every machine ----
 
 // Round each lane to the storage type and back.
