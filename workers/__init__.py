@@ -1,0 +1,1 @@
+"""The processes of Unison and the commands that prepare their ground; joins `unison.engine` and `unison.ipc`."""
