@@ -92,33 +92,37 @@ class AttentionBackend(ABC):
 
 
 def _guard(q_THD: Tensor, k_THkD: Tensor, v_THkD: Tensor, descriptor: object, kv: LayerKV | None) -> None:
-    if isinstance(descriptor, (DecodeDescriptor, PrefillDescriptor)):
+    """The one check of every call. Descriptors and `LayerKV` have checked themselves when they were made."""
+    kind = type(descriptor)
+    if kind is DecodeDescriptor or kind is PrefillDescriptor:
         if kv is None:
-            raise TypeError(f"{type(descriptor).__name__} needs the layer's KV slots; kv is None")
-        keys, values = kv.k_SHD, kv.v_SHD
-    elif descriptor is None or isinstance(descriptor, PackedDescriptor):
+            raise TypeError(f"{kind.__name__} needs the layer's KV slots; kv is None")
+        keys = kv.k_SHD
+    elif descriptor is None or kind is PackedDescriptor:
         if kv is not None:
             raise TypeError("kv was given without a prefill or decode descriptor that says what to read from it")
-        keys, values = k_THkD, v_THkD
+        keys = k_THkD
+        if k_THkD.shape != v_THkD.shape or k_THkD.dtype is not v_THkD.dtype or k_THkD.ndim != 3:
+            raise ValueError(f"K is {_text(k_THkD)}, V {_text(v_THkD)}; must be equal, [tokens, KV heads, head dim]")
+        if k_THkD.shape[0] != q_THD.shape[0]:
+            raise ValueError(f"q has {q_THD.shape[0]} tokens, K and V {k_THkD.shape[0]}; without a cache they must be equal")
     else:
         raise TypeError(
-            f"attention descriptor is {type(descriptor).__name__}; must be None, PackedDescriptor, PrefillDescriptor or "
-            "DecodeDescriptor"
+            f"attention descriptor is {kind.__name__}; must be None, PackedDescriptor, PrefillDescriptor or DecodeDescriptor"
         )
-    dtype = q_THD.dtype
-    if keys.dtype is not dtype or values.dtype is not dtype:
-        raise TypeError(f"q is {dtype}, K {keys.dtype}, V {values.dtype}; must be the same")
-    shape = q_THD.shape
-    kv_shape = keys.shape
-    if len(shape) != 3 or len(kv_shape) != 3 or kv_shape != values.shape or shape[2] != kv_shape[2]:
-        raise ValueError(f"q {tuple(shape)}, K {tuple(kv_shape)}, V {tuple(values.shape)} don't fit [tokens, heads, head dim]")
-    if shape[1] % kv_shape[1]:
-        raise ValueError(f"{shape[1]} query heads can't share {kv_shape[1]} KV heads evenly")
-    if isinstance(descriptor, DecodeDescriptor):
-        if descriptor.seq_lens.shape[0] != shape[0]:
-            raise ValueError(f"DecodeDescriptor has {descriptor.seq_lens.shape[0]} rows for {shape[0]} queries")
-    elif not isinstance(descriptor, PrefillDescriptor) and kv_shape[0] != shape[0]:
-        raise ValueError(f"q has {shape[0]} tokens, K and V {kv_shape[0]}; without a cache they must be equal")
+    if q_THD.dtype is not keys.dtype:
+        raise TypeError(f"q is {q_THD.dtype}, K and V {keys.dtype}; must be the same")
+    shape, (_, kv_heads, dim) = q_THD.shape, keys.shape
+    if len(shape) != 3 or shape[2] != dim or shape[1] % kv_heads:
+        raise ValueError(
+            f"q is {_text(q_THD)}; must be [tokens, heads, {dim}] with a multiple of {kv_heads} heads, to fit K and V"
+        )
+    if isinstance(descriptor, DecodeDescriptor) and descriptor.seq_lens.shape[0] != shape[0]:
+        raise ValueError(f"DecodeDescriptor has {descriptor.seq_lens.shape[0]} rows for {shape[0]} queries")
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _whole_sequence(q_THD: Tensor) -> PackedDescriptor:

@@ -12,7 +12,8 @@ where no block is mapped; such entries, and slots after a row's last position, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class PackedDescriptor:
     """int32 [B+1]: sequence b is the tokens seq_starts[b] … seq_starts[b+1]-1; the last entry is T."""
     max_len: int
     """Tokens of the longest sequence."""
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What a backend derived from the fields, by backend; dies with this object."""
 
     def __post_init__(self) -> None:
         _check("PackedDescriptor.seq_starts", self.seq_starts, torch.int32, 1)
@@ -50,6 +53,8 @@ class PrefillDescriptor:
     """Most queries of one row."""
     max_kv_len: int
     """Most positions that a row attends to: the largest start position plus queries, or more."""
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What a backend derived from the fields, by backend; dies with this object."""
 
     def __post_init__(self) -> None:
         _check("PrefillDescriptor.block_tables", self.block_tables, torch.int32, 2)
@@ -76,6 +81,8 @@ class DecodeDescriptor:
     """int64 [R]: positions that each row attends to, its own included; at least 1."""
     max_kv_len: int
     """The largest of `seq_lens`, or more. Under CUDA graphs: the bound that the captured graph was made for."""
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What a backend derived from the fields, by backend; dies with this object."""
 
     def __post_init__(self) -> None:
         _check("DecodeDescriptor.block_tables", self.block_tables, torch.int32, 2)
@@ -98,6 +105,15 @@ class LayerKV:
     """[S, Hk, D]: keys, after rotary embedding."""
     v_SHD: Tensor
     """[S, Hk, D]: values."""
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What a backend derived from the fields, by backend; dies with this object."""
+
+    def __post_init__(self) -> None:
+        k, v = self.k_SHD, self.v_SHD
+        if k.ndim != 3 or k.shape != v.shape or k.dtype is not v.dtype:
+            raise ValueError(
+                f"KV slots are {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}; must be equal, [slots, KV heads, head dim]"
+            )
 
 
 @dataclass(frozen=True)

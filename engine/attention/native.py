@@ -1,7 +1,7 @@
 """NativeAttention: the C++ kernel of engine/kernels/native/attention.cpp behind the base class.
 
-Owns: the structs that describe a call to the kernel, kept for as long as a step uses the same descriptor, so that a layer
-costs one ctypes call. Gradients flow through packed sequences only (see gradient.py).
+Owns: the structs that describe a call to the kernel. They are made once per descriptor and once per layer and kept there
+(`prepared`), so that a layer costs one lean ctypes call. Gradients flow through packed sequences only (see gradient.py).
 
 Exactness: a query's bits depend on its own sequence and on `split_tokens`. See the contract at the top of attention.cpp.
 """
@@ -9,7 +9,6 @@ Exactness: a query's bits depend on its own sequence and on `split_tokens`. See 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,59 +32,39 @@ _FAULTS = {
 _PHASES = {PackedDescriptor: 0, PrefillDescriptor: 1, DecodeDescriptor: 2}
 
 
+def _fields(integers: str, pointers: str = "", doubles: str = "") -> list[tuple[str, Any]]:
+    kinds = {name: ctypes.c_void_p for name in pointers.split()} | {name: ctypes.c_double for name in doubles.split()}
+    return [(name, kinds.get(name, ctypes.c_int64)) for name in integers.split()]
+
+
 class _Rows(ctypes.Structure):
-    """AttentionRows of attention.cpp: what stays the same for all layers of a step."""
+    """AttentionRows of attention.cpp: what a step's layers have in common. Lives in the descriptor's `prepared`."""
 
-    _fields_ = [
-        ("phase", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
-        ("query_starts", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("table_width", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("split_tokens", ctypes.c_int64),
-        ("tile_rows", ctypes.c_int64),
-    ]
+    _fields_ = _fields(
+        "phase num_rows query_starts positions tables table_stride table_width block_size split_tokens tile_rows "
+        "num_tokens num_heads q_token_stride q_head_stride",
+        pointers="query_starts positions tables",
+    )
+    geometry: tuple[Any, ...] = ()
+    """Shape and strides of the queries that the last four fields were made for."""
+    address: int
+    """Of the struct itself."""
 
 
-class _Shape(ctypes.Structure):
-    """AttentionShape of attention.cpp: what follows from the tensors' shapes and strides (in elements)."""
+class _Keys(ctypes.Structure):
+    """AttentionKeys of attention.cpp: one layer's keys and values. Lives in the layer's `prepared`."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "is_bf16",
-            "num_tokens",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "num_slots",
-            "q_token_stride",
-            "q_head_stride",
-            "k_slot_stride",
-            "k_head_stride",
-            "v_slot_stride",
-            "v_head_stride",
-        )
-    ]
-
-
-@dataclass
-class _Bound:
-    """A descriptor with the structs made from it."""
-
-    descriptor: Descriptor
-    """Kept, so that its tensors live as long as the pointers to them."""
-    rows: _Rows
-    """Points into the descriptor's tensors."""
-    rows_address: Any
-    """Argument of the call."""
-    key: tuple[Any, ...] = ()
-    """Shapes, strides and dtype that `shape` was made for."""
-    shape: _Shape | None = None
-    """The last shape seen."""
+    _fields_ = _fields(
+        "k v is_bf16 num_slots num_kv_heads head_dim k_slot_stride k_head_stride v_slot_stride v_head_stride scale window",
+        pointers="k v",
+        doubles="scale",
+    )
+    layer: LayerAttention | None = None
+    """Whose scale and window the last two fields hold."""
+    has_whole_slots: bool
+    """True where all heads of a slot lie together, as `store` writes them."""
+    address: int
+    """Of the struct itself."""
 
 
 class NativeAttention(AttentionBackend):
@@ -115,10 +94,9 @@ class NativeAttention(AttentionBackend):
         self.query_tile_rows = query_tile_rows
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._kernel = native.unison_attention
-        self._kernel.argtypes = [pointer] * 6 + [ctypes.c_float, integer]
+        self._kernel.argtypes = [pointer] * 4
         self._store_kernel = native.unison_store_kv
-        self._store_kernel.argtypes = [pointer] * 5 + [integer] * 7
-        self._bound: dict[type, _Bound] = {}
+        self._store_kernel.argtypes = [pointer] * 4 + [integer] * 3
 
     def describe(self) -> dict[str, str | int | bool]:
         """See the base class; `split_tokens` is part of what the bits depend on."""
@@ -134,38 +112,35 @@ class NativeAttention(AttentionBackend):
         kv: LayerKV | None,
     ) -> Tensor:
         if kv is not None:
-            return self._run(q_THD, kv.k_SHD, kv.v_SHD, descriptor, layer)
+            keys = kv.prepared.get(self) or self._prepare_keys(kv)
+            return self._run(q_THD, keys, descriptor, layer)
         if torch.is_grad_enabled() and (q_THD.requires_grad or k_THkD.requires_grad or v_THkD.requires_grad):
             return _PackedAttention.apply(q_THD, k_THkD, v_THkD, self, descriptor, layer)
-        return self._run(q_THD, k_THkD, v_THkD, descriptor, layer)
+        return self._packed(q_THD, k_THkD, v_THkD, descriptor, layer)
 
-    def _run(self, q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, descriptor: Descriptor, layer: LayerAttention) -> Tensor:
-        bound = self._bound.get(type(descriptor))
-        if bound is None or bound.descriptor is not descriptor:
-            bound = self._bound[type(descriptor)] = self._bind(descriptor)
-        strides = q_THD.stride(), k_SHD.stride(), v_SHD.stride()
-        key = (q_THD.dtype, q_THD.shape, k_SHD.shape, strides)
-        if bound.key != key:
-            if any(stride[2] != 1 for stride in strides):
-                q_THD, k_SHD, v_SHD = q_THD.contiguous(), k_SHD.contiguous(), v_SHD.contiguous()
-                return self._run(q_THD, k_SHD, v_SHD, descriptor, layer)
-            bound.shape, bound.key = _shape_of(q_THD, k_SHD, v_SHD), key
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        fault = self._kernel(
-            bound.rows_address,
-            ctypes.addressof(bound.shape),  # type: ignore[arg-type]
-            q_THD.data_ptr(),
-            k_SHD.data_ptr(),
-            v_SHD.data_ptr(),
-            out_THD.data_ptr(),
-            layer.scale,
-            layer.window,
-        )
+    def _packed(self, q_THD: Tensor, k_THkD: Tensor, v_THkD: Tensor, descriptor: Descriptor, layer: LayerAttention) -> Tensor:
+        k_THkD, v_THkD = _with_dense_rows(k_THkD), _with_dense_rows(v_THkD)
+        return self._run(q_THD, _keys_of(k_THkD, v_THkD), descriptor, layer)
+
+    def _run(self, q_THD: Tensor, keys: _Keys, descriptor: Descriptor, layer: LayerAttention) -> Tensor:
+        rows = descriptor.prepared.get(self) or self._prepare_rows(descriptor)
+        geometry = q_THD.shape, q_THD.stride()
+        if rows.geometry != geometry:
+            tokens, heads, _ = q_THD.shape
+            token_stride, head_stride, stride = q_THD.stride()
+            if stride != 1 or head_stride > token_stride:
+                return self._run(q_THD.clone(memory_format=torch.contiguous_format), keys, descriptor, layer)
+            rows.num_tokens, rows.num_heads, rows.q_token_stride, rows.q_head_stride = tokens, heads, token_stride, head_stride
+            rows.geometry = geometry
+        if keys.layer is not layer:
+            keys.layer, keys.scale, keys.window = layer, layer.scale, layer.window
+        out_THD = torch.empty_like(q_THD)  # dense with the order of q's strides, which falls: contiguous
+        fault = self._kernel(rows.address, keys.address, q_THD.data_ptr(), out_THD.data_ptr())
         if fault:
             raise InvariantError(f"attention over a {type(descriptor).__name__}: {_FAULTS[fault]}")
         return out_THD
 
-    def _bind(self, descriptor: Descriptor) -> _Bound:
+    def _prepare_rows(self, descriptor: Descriptor) -> _Rows:
         rows = _Rows(phase=_PHASES[type(descriptor)], split_tokens=self.split_tokens, tile_rows=self.query_tile_rows)
         if isinstance(descriptor, PackedDescriptor):
             rows.num_rows = descriptor.seq_starts.shape[0] - 1
@@ -173,7 +148,7 @@ class NativeAttention(AttentionBackend):
         else:
             tables = descriptor.block_tables
             rows.num_rows, rows.table_width = tables.shape
-            rows.tables = _address(tables, rows_may_be_strided=True)
+            rows.tables = _address(tables, may_skip_between_rows=True)
             rows.table_stride = tables.stride(0)
             rows.block_size = descriptor.block_size
             if isinstance(descriptor, PrefillDescriptor):
@@ -181,34 +156,31 @@ class NativeAttention(AttentionBackend):
                 rows.positions = _address(descriptor.start_positions)
             else:
                 rows.positions = _address(descriptor.seq_lens)
-        return _Bound(descriptor, rows, ctypes.addressof(rows))
+        rows.address = ctypes.addressof(rows)
+        descriptor.prepared[self] = rows
+        return rows
+
+    def _prepare_keys(self, kv: LayerKV) -> _Keys:
+        if kv.k_SHD.stride(2) != 1 or kv.v_SHD.stride(2) != 1:
+            raise ValueError("native attention needs KV slots whose head dim is contiguous")
+        keys = _keys_of(kv.k_SHD, kv.v_SHD)
+        kv.prepared[self] = keys
+        return keys
 
     def _store(self, k_THkD: Tensor, v_THkD: Tensor, slots_T: Tensor, kv: LayerKV) -> None:
-        k_SHD, v_SHD = kv.k_SHD, kv.v_SHD
-        slots, heads, dim = k_SHD.shape
-        packed = (dim, 1)
-        if k_SHD.stride()[1:] != packed or v_SHD.stride()[1:] != packed or not slots_T.is_contiguous():
+        keys = kv.prepared.get(self) or self._prepare_keys(kv)
+        if not keys.has_whole_slots or not slots_T.is_contiguous():
             super()._store(k_THkD, v_THkD, slots_T, kv)
             return
-        if k_THkD.stride()[1:] != packed or v_THkD.stride()[1:] != packed:
-            k_THkD, v_THkD = k_THkD.contiguous(), v_THkD.contiguous()
-        size = k_SHD.element_size()
-        fault = self._store_kernel(
-            k_THkD.data_ptr(),
-            v_THkD.data_ptr(),
-            slots_T.data_ptr(),
-            k_SHD.data_ptr(),
-            v_SHD.data_ptr(),
-            slots_T.shape[0],
-            slots,
-            heads * dim * size,
-            k_THkD.stride(0) * size,
-            v_THkD.stride(0) * size,
-            k_SHD.stride(0) * size,
-            v_SHD.stride(0) * size,
-        )
+        row = (keys.head_dim, 1)
+        k_stride, v_stride = k_THkD.stride(), v_THkD.stride()
+        if k_stride[1:] != row or v_stride[1:] != row:
+            k_THkD, v_THkD = (x.clone(memory_format=torch.contiguous_format) for x in (k_THkD, v_THkD))
+            k_stride, v_stride = k_THkD.stride(), v_THkD.stride()
+        pointers = k_THkD.data_ptr(), v_THkD.data_ptr(), slots_T.data_ptr()
+        fault = self._store_kernel(keys.address, *pointers, slots_T.shape[0], k_stride[0], v_stride[0])
         if fault:
-            raise InvariantError(f"storing {slots_T.shape[0]} tokens into {slots} KV slots: {_FAULTS[fault]}")
+            raise InvariantError(f"storing {slots_T.shape[0]} tokens into {keys.num_slots} KV slots: {_FAULTS[fault]}")
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -218,7 +190,7 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: NativeAttention, descriptor: PackedDescriptor, layer: LayerAttention
     ) -> Tensor:
-        out = backend._run(q, k, v, descriptor, layer)
+        out = backend._packed(q, k, v, descriptor, layer)
         ctx.save_for_backward(q, k, v, out)
         ctx.descriptor, ctx.layer = descriptor, layer
         return out
@@ -229,31 +201,32 @@ class _PackedAttention(torch.autograd.Function):
         return (*packed_backward(grads[0], (q, k, v, out), ctx.descriptor, ctx.layer), None, None, None)
 
 
-def _address(tensor: Tensor, rows_may_be_strided: bool = False) -> int:
-    is_plain = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
-    if not (tensor.is_contiguous() or (rows_may_be_strided and is_plain)) or tensor.device.type != "cpu":
+def _address(tensor: Tensor, may_skip_between_rows: bool = False) -> int:
+    is_dense = tensor.is_contiguous() or (may_skip_between_rows and tensor.stride(1) == 1)
+    if not is_dense or tensor.device.type != "cpu":
         raise ValueError(f"native attention needs descriptors in contiguous CPU memory; got strides {tensor.stride()}")
     return tensor.data_ptr()
 
 
-def _shape_of(q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor) -> _Shape:
-    dim = q_THD.shape[2]
-    if q_THD.dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"native attention computes bfloat16 and float32, not {q_THD.dtype}; choose the torch kernels")
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _keys_of(k_SHD: Tensor, v_SHD: Tensor) -> _Keys:
+    slots, heads, dim = k_SHD.shape
+    if k_SHD.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"native attention computes bfloat16 and float32, not {k_SHD.dtype}; choose the torch kernels")
     if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"head dim is {dim}; native attention takes multiples of 8 up to {MAX_HEAD_DIM}: choose the torch kernels"
         )
-    if any(tensor.device.type != "cpu" for tensor in (q_THD, k_SHD, v_SHD)):
+    if k_SHD.device.type != "cpu" or v_SHD.device.type != "cpu":
         raise ValueError("native attention needs tensors in CPU memory")
-    return _Shape(
-        q_THD.dtype is torch.bfloat16,
-        q_THD.shape[0],
-        q_THD.shape[1],
-        k_SHD.shape[1],
-        dim,
-        k_SHD.shape[0],
-        *q_THD.stride()[:2],
-        *k_SHD.stride()[:2],
-        *v_SHD.stride()[:2],
+    k_strides, v_strides = k_SHD.stride(), v_SHD.stride()
+    is_bf16 = k_SHD.dtype is torch.bfloat16
+    keys = _Keys(
+        k_SHD.data_ptr(), v_SHD.data_ptr(), is_bf16, slots, heads, dim, *k_strides[:2], *v_strides[:2], 0.0, 0
     )
+    keys.has_whole_slots = k_strides[1] == dim and v_strides[1] == dim
+    keys.address = ctypes.addressof(keys)
+    return keys

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 
 import torch
-
 from unison.engine.attention import (
     AttentionBackend,
     DecodeDescriptor,
@@ -23,7 +22,6 @@ from unison.engine.attention import (
     select_attention,
 )
 from unison.engine.kernels.build import library
-
 
 BLOCK_SIZE = 16
 
