@@ -1,5 +1,5 @@
-// Attention of a few query rows over one group of 32 keys, and the merging of partial results: the arithmetic whose order
-// attention.cpp promises. Knows nothing of sequences, tables or threads.
+// Attention of a few query rows over one group of 32 keys, and the merging of partial results: the arithmetic whose
+// order attention.cpp promises. Knows nothing of sequences, tables or threads.
 #pragma once
 
 #include <cstddef>

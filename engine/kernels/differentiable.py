@@ -1,0 +1,201 @@
+"""The operations with gradients: one function per operation of Kernels, for the trainer's forward.
+
+Owns the backward formulas. The forward is the kernel's, bit for bit, so a trainer's forward and the engine's agree; the backward
+is plain torch (GEMMs in the operands' dtype, the rest in fp32) and makes no promise about its order of reduction. Where no
+argument needs a gradient the kernel is called directly and nothing is recorded.
+
+Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they work
+on copies. Callers go on with what is returned and forget what they gave, so both read the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .kernels import Kernels
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _records(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, is_logits: bool, x: Any, w: Any, bias: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return kernels.logits(x, w) if is_logits else kernels.linear(x, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        grad_x = grad @ w if ctx.needs_input_grad[2] else None
+        grad_w = grad.t() @ x if ctx.needs_input_grad[3] else None
+        grad_bias = grads[0].float().sum(0).to(x.dtype) if ctx.needs_input_grad[4] else None
+        return None, None, grad_x, grad_w, grad_bias
+
+
+def linear(kernels: Kernels, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`Kernels.linear`, differentiable in x, w and bias."""
+    if not _records(x, w, bias):
+        return kernels.linear(x, w, bias)
+    return _Linear.apply(kernels, False, x, w, bias)
+
+
+def logits(kernels: Kernels, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`Kernels.logits`, differentiable in x and w."""
+    if not _records(x, w):
+        return kernels.logits(x, w)
+    return _Linear.apply(kernels, True, x, w, None)
+
+
+def _norm_gradients(x: torch.Tensor, weight: torch.Tensor, eps: float, grad: torch.Tensor) -> Pair:
+    """Gradients of the norm by x (float32) and by the weight (its dtype)."""
+    wide, upstream = x.float(), grad.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normal = wide * scale
+    inner = upstream * weight.float()
+    grad_x = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
+    return grad_x, (upstream * normal.to(x.dtype).float()).sum(0).to(weight.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, x: Any, weight: Any, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return kernels.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = _norm_gradients(x, weight, ctx.eps, grads[0])
+        return None, grad_x.to(x.dtype), grad_weight, None
+
+
+def rms_norm(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`Kernels.rms_norm`, differentiable in x and weight."""
+    if not _records(x, weight):
+        return kernels.rms_norm(x, weight, eps)
+    return _RmsNorm.apply(kernels, x, weight, eps)
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, residual: Any, x: Any, weight: Any, eps: float) -> Pair:
+        total = residual.clone()
+        y = kernels.add_rms_norm(total, x, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total, weight = ctx.saved_tensors
+        grad, grad_weight = _norm_gradients(total, weight, ctx.eps, grads[1])
+        grad = (grad + grads[0].float()).to(total.dtype)
+        return None, grad, grad, grad_weight, None
+
+
+def add_rms_norm(
+    kernels: Kernels, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> Pair:
+    """(residual + x, its rms_norm), differentiable in residual, x and weight. Without gradients `residual` itself is updated."""
+    if not _records(residual, x, weight):
+        return residual, kernels.add_rms_norm(residual, x, weight, eps)
+    return _AddRmsNorm.apply(kernels, residual, x, weight, eps)
+
+
+def _rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = grad[..., :half].float(), grad[..., half : 2 * half].float()
+    turned = torch.cat((a * c + b * s, b * c - a * s), dim=-1).to(grad.dtype)
+    return torch.cat((turned, grad[..., 2 * half :]), dim=-1)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, q: Any, k: Any, cos: Any, sin: Any) -> Pair:
+        ctx.save_for_backward(cos, sin)
+        turned_q, turned_k = q.contiguous().clone(), k.contiguous().clone()
+        kernels.rope_(turned_q, turned_k, cos, sin)
+        return turned_q, turned_k
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return None, _rotate_back(grads[0], cos, sin), _rotate_back(grads[1], cos, sin), None, None
+
+
+def rope(kernels: Kernels, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+    """The rotated (q, k), differentiable in both. Without gradients they are rotated in place."""
+    if not _records(q, k):
+        kernels.rope_(q, k, cos, sin)
+        return q, k
+    return _Rope.apply(kernels, q, k, cos, sin)
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, gate_up: Any) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        return kernels.silu_mul(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        upstream, gated = grads[0].float(), torch.sigmoid(gate)
+        grad_gate = upstream * up * gated * (1.0 + gate * (1.0 - gated))
+        return None, torch.cat((grad_gate, upstream * gate * gated), dim=-1).to(gate_up.dtype)
+
+
+def silu_mul(kernels: Kernels, gate_up: torch.Tensor) -> torch.Tensor:
+    """`Kernels.silu_mul`, differentiable."""
+    if not _records(gate_up):
+        return kernels.silu_mul(gate_up)
+    return _SiluMul.apply(kernels, gate_up)
+
+
+class _RowLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, rows: Any, targets: Any) -> torch.Tensor:
+        ctx.save_for_backward(rows, targets)
+        return kernels.row_logprobs(rows, targets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows, targets = ctx.saved_tensors
+        grad = torch.softmax(rows, dim=-1).mul_(-grads[0].unsqueeze(-1))
+        return None, grad.scatter_add_(-1, targets.unsqueeze(-1), grads[0].unsqueeze(-1)), None
+
+
+def row_logprobs(kernels: Kernels, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """`Kernels.row_logprobs`, differentiable in the logits."""
+    if not _records(rows):
+        return kernels.row_logprobs(rows, targets)
+    return _RowLogprobs.apply(kernels, rows, targets)
+
+
+class _RowLogsumexp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, rows: Any) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return kernels.row_logsumexp(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        return None, torch.softmax(rows, dim=-1).mul_(grads[0].unsqueeze(-1))
+
+
+def row_logsumexp(kernels: Kernels, rows: torch.Tensor) -> torch.Tensor:
+    """`Kernels.row_logsumexp`, differentiable."""
+    if not _records(rows):
+        return kernels.row_logsumexp(rows)
+    return _RowLogsumexp.apply(kernels, rows)

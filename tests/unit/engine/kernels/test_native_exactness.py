@@ -1,0 +1,182 @@
+"""Rows of the native kernels depend on nothing but themselves, and not on the instruction set."""
+
+import ctypes
+
+import pytest
+import torch
+
+from unison.engine.kernels import NativeKernels
+from unison.engine.kernels.build import BuildError, build, library, load
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return NativeKernels()
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest, kernels: NativeKernels) -> int:
+    before = kernels.num_threads
+    kernels.set_num_threads(request.param)
+    yield request.param
+    kernels.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The representation, with every NaN alike: its payload is not part of the promise."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor).view(
+        torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize(("n", "k"), [(100, 576), (37, 1600), (64, 33)])
+def test_linear_rows_are_the_same_for_every_batch(
+    kernels: NativeKernels, threads: int, dtype: torch.dtype, n: int, k: int
+) -> None:
+    """R3: bits of a row for M = 1..70, at any place in the batch, on any number of threads."""
+    x, w, bias = random(150, k, dtype=dtype), random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
+    alone = torch.cat([kernels.linear(x[i : i + 1], w, bias) for i in range(150)])
+    for m in [*range(1, 71), 99, 150]:
+        assert torch.equal(kernels.linear(x[:m], w, bias), alone[:m]), f"M = {m}"
+    assert torch.equal(kernels.linear(x[70:77], w, bias), alone[70:77])
+    assert torch.equal(kernels.linear(x.flip(0), w, bias), alone.flip(0))
+    logits = kernels.logits(x, w)
+    for m in (1, 2, 3, 4, 7, 32, 64):
+        assert torch.equal(kernels.logits(x[:m], w), logits[:m])
+
+
+@DTYPES
+def test_linear_columns_do_not_depend_on_how_weights_are_cut(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    x, w = random(9, 80, dtype=dtype), random(61, 80, dtype=dtype, seed=1)
+    for m in (1, 2, 3, 4, 9):
+        whole = kernels.logits(x[:m], w)
+        for cut in (1, 3, 8, 20):
+            parts = [kernels.logits(x[:m], w[i : i + cut]) for i in range(0, 61, cut)]
+            assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@DTYPES
+def test_linear_of_strided_and_unaligned_views(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    x, w = random(7, 100, dtype=dtype), random(20, 100, dtype=dtype, seed=1)
+    plain = kernels.linear(x, w)
+    for shift in (1, 3):
+        wide_x, wide_w = torch.zeros(7, 120, dtype=dtype), torch.zeros(20, 130, dtype=dtype)
+        wide_x[:, shift : shift + 100], wide_w[:, shift : shift + 100] = x, w
+        assert torch.equal(kernels.linear(wide_x[:, shift : shift + 100], wide_w[:, shift : shift + 100]), plain)
+    repeated = x[:1].expand(7, 100)
+    assert torch.equal(kernels.linear(repeated, w), plain[:1].expand(7, 20))
+
+
+@DTYPES
+def test_row_operations_are_the_same_for_every_batch(kernels: NativeKernels, threads: int, dtype: torch.dtype) -> None:
+    """R3: norm, gate, rotary embedding and log-softmax of a row, alone and in company."""
+    x, weight, residual = random(70, 576, dtype=dtype), random(576, dtype=dtype, seed=1), random(70, 576, dtype=dtype, seed=2)
+    logits, targets = random(70, 3001, dtype=torch.float32, seed=3), torch.arange(70)
+    cos, sin = random(70, 32, dtype=torch.float32, seed=4).cos(), random(70, 32, dtype=torch.float32, seed=4).sin()
+
+    def run(rows: slice) -> list[torch.Tensor]:
+        total = residual[rows].clone()
+        turned = x[rows].clone().view(-1, 9, 64)
+        normal = kernels.add_rms_norm(total, x[rows], weight, 1e-5)
+        kernels.rope_(turned[:, :6], turned[:, 6:], cos[rows], sin[rows])
+        gated, picked = kernels.silu_mul(x[rows]), kernels.row_logprobs(logits[rows], targets[rows])
+        return [total, normal, turned, gated, picked, kernels.row_logsumexp(logits[rows])]
+
+    whole = run(slice(0, 70))
+    for rows in (slice(0, 1), slice(3, 4), slice(0, 33), slice(10, 70), slice(69, 70)):
+        for part, expected in zip(run(rows), whole, strict=True):
+            assert torch.equal(part, expected[rows])
+
+
+@pytest.fixture(scope="module")
+def scalar() -> NativeKernels:
+    try:
+        return NativeKernels(lib=load(build(["-DUNISON_SCALAR", "-O1"])))
+    except BuildError as error:
+        pytest.fail(f"the portable variant doesn't build: {error}")
+
+
+@DTYPES
+def test_the_portable_variant_gives_the_same_bits(kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype) -> None:
+    """R3: the order of reduction is a definition, not the machine's: portable C++ equals the vector unit."""
+    assert scalar.describe()["variant"] == "scalar"
+    for m, n, k in ((1, 9, 40), (2, 5, 16), (3, 13, 1), (11, 21, 1601), (4, 4, 33)):
+        x, w, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
+        x[0, 0] = float("inf")
+        for one, other in ((kernels.linear(x, w, bias), scalar.linear(x, w, bias)), (kernels.logits(x, w), scalar.logits(x, w))):
+            assert torch.equal(bits(one), bits(other))
+    x, weight = random(5, 77, dtype=dtype), random(77, dtype=dtype, seed=1)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), scalar.rms_norm(x, weight, 1e-5))
+    gate_up = random(5, 90, dtype=dtype) * 30
+    assert torch.equal(kernels.silu_mul(gate_up), scalar.silu_mul(gate_up))
+    logits = random(5, 1003, dtype=torch.float32) * 10
+    assert torch.equal(kernels.row_logsumexp(logits), scalar.row_logsumexp(logits))
+    assert torch.equal(kernels.row_logprobs(logits, torch.arange(5)), scalar.row_logprobs(logits, torch.arange(5)))
+    cos, sin = random(5, 7, dtype=torch.float32).cos(), random(5, 7, dtype=torch.float32).sin()
+    q, k = random(5, 2, 20, dtype=dtype), random(5, 1, 20, dtype=dtype)
+    q_other, k_other = q.clone(), k.clone()
+    kernels.rope_(q, k, cos, sin)
+    scalar.rope_(q_other, k_other, cos, sin)
+    assert torch.equal(q, q_other) and torch.equal(k, k_other)
+
+
+def exponential(lib: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    lib.unison_exp(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(x.numel()))
+    return out
+
+
+def test_exp_is_within_two_units_and_equal_in_both_variants(scalar: NativeKernels) -> None:
+    lib = library()
+    assert lib is not None
+    x = torch.cat((torch.linspace(-110, 90, 400_003), torch.linspace(-1, 1, 100_001), torch.randn(1000) * 1e-6))
+    got, exact = exponential(lib, x), x.double().exp()
+    unit = torch.exp2(torch.floor(torch.log2(exact)).clamp(min=-126) - 23)
+    in_range = exact < 3.4028235e38
+    assert ((got.double() - exact).abs() / unit)[in_range].max() <= 2.0
+    assert bool((got[~in_range] == float("inf")).all())
+    special = torch.tensor([float("-inf"), float("inf"), float("nan"), 0.0, -0.0, -1000.0, 1000.0, -104.0])
+    values = exponential(lib, special).tolist()
+    assert values[0] == 0.0 and values[1] == float("inf") and values[2] != values[2] and values[3:] == [1, 1, 0, values[1], 0]
+    whole = torch.cat((x, special))
+    assert torch.equal(bits(exponential(lib, whole)), bits(exponential(scalar._lib, whole)))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 2.0**-9, 2.0**-8, 3.0 * 2.0**-10, -(2.0**-9), 2.0**-15, 1.0, -1.0])
+def test_bf16_rounding_is_to_nearest_even_with_nan_kept(
+    kernels: NativeKernels, scalar: NativeKernels, ratio: float
+) -> None:
+    """Every bf16 plus a fraction of itself, ties and overflow among them; torch's rounding is the reference."""
+    high = torch.arange(0, 65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    low = (high.float() * ratio).to(torch.bfloat16)
+    expected = (high.float() + low.float() + 0.0).to(torch.bfloat16)  # sums begin at +0, which swallows -0
+    ones = torch.ones(1, 2, dtype=torch.bfloat16)
+    for each in (kernels, scalar):
+        for rows in (1, 4):
+            y = each.linear(ones.expand(rows, 2), torch.stack((high, low), 1))
+            assert torch.equal(bits(y), bits(expected).expand(rows, -1))
+    residual = high.clone()[None]
+    kernels.add_rms_norm(residual, low[None], torch.ones_like(high), 1e-5)
+    assert torch.equal(bits(residual[0]), bits((high.float() + low.float()).to(torch.bfloat16)))
+
+
+def test_denormals_survive_a_caller_who_flushes_them(kernels: NativeKernels, threads: int) -> None:
+    """R3: a thread's floating-point mode is not part of the inputs."""
+    x, w = torch.full((40, 16), 1e-30), torch.full((40, 16), 1e-12)
+    plain = kernels.linear(x, w)
+    assert bool((plain > 0).all())
+    torch.set_flush_denormal(True)
+    try:
+        flushed = kernels.linear(x, w)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(plain.view(torch.int32), flushed.view(torch.int32))
