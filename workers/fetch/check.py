@@ -35,7 +35,7 @@ _ROUND_TRIP_TEXTS = (
 
 
 def check_directory(recipe: Recipe, folder: Path) -> None:
-    """Raises: FetchError with what is wrong, unless `folder` holds the recipe's model, whole and with the right bytes."""
+    """Raises: FetchError with what is wrong, unless `folder` holds the recipe's model, whole and byte for byte."""
     missing = [name for name in MODEL_FILES if not (folder / name).is_file()]
     if missing:
         raise FetchError(f"{folder} lacks {', '.join(missing)}.")

@@ -61,7 +61,7 @@ def convert_gguf(recipe: Recipe, gguf: Path, folder: Path) -> None:
     vocabulary: list[str] = reader.fields["tokenizer.ggml.tokens"].contents()
     token_types: list[int] = reader.fields["tokenizer.ggml.token_type"].contents()
     merges: list[str] = reader.fields["tokenizer.ggml.merges"].contents()
-    control_tokens = [text for text, kind in zip(vocabulary, token_types) if kind == _TOKEN_TYPE_CONTROL]
+    control_tokens = [text for text, kind in zip(vocabulary, token_types, strict=True) if kind == _TOKEN_TYPE_CONTROL]
     _build_tokenizer(vocabulary, merges, control_tokens).save(str(folder / "tokenizer.json"))
     id_by_text = {text: token_id for token_id, text in enumerate(vocabulary)}
     _write_json(folder / "config.json", _config(recipe, id_by_text))
@@ -81,7 +81,7 @@ def _check_architecture(wanted: Architecture, reader: GGUFReader) -> None:
     expected = (wanted.vocab_size, wanted.hidden_size, wanted.intermediate_size, wanted.num_hidden_layers,
                 wanted.num_attention_heads, wanted.num_key_value_heads, wanted.max_position_embeddings,
                 wanted.rope_theta, wanted.rms_norm_eps)
-    for (key, value), number in zip(found.items(), expected):
+    for (key, value), number in zip(found.items(), expected, strict=True):
         # GGUF keeps its floats in 32 bits: 1e-5 comes back as 9.9999997e-06.
         if value is None or np.float32(value) != np.float32(number):
             raise FetchError(f"The GGUF file says llama.{key} = {value}, expected {number}: it is another model.")
