@@ -105,10 +105,11 @@ def _guard(q_THD: Tensor, k_THkD: Tensor, v_THkD: Tensor, descriptor: object, kv
         if k_THkD.shape != v_THkD.shape or k_THkD.dtype is not v_THkD.dtype or k_THkD.ndim != 3:
             raise ValueError(f"K is {_text(k_THkD)}, V {_text(v_THkD)}; must be equal, [tokens, KV heads, head dim]")
         if k_THkD.shape[0] != q_THD.shape[0]:
-            raise ValueError(f"q has {q_THD.shape[0]} tokens, K and V {k_THkD.shape[0]}; without a cache they must be equal")
+            raise ValueError(f"q has {q_THD.shape[0]} tokens, K and V {k_THkD.shape[0]}; must be equal without a cache")
     else:
         raise TypeError(
-            f"attention descriptor is {kind.__name__}; must be None, PackedDescriptor, PrefillDescriptor or DecodeDescriptor"
+            f"attention descriptor is {kind.__name__}; must be None, PackedDescriptor, PrefillDescriptor or "
+            "DecodeDescriptor"
         )
     if q_THD.dtype is not keys.dtype:
         raise TypeError(f"q is {q_THD.dtype}, K and V {keys.dtype}; must be the same")

@@ -1,11 +1,11 @@
 """CudaAttention: attention in torch operations that a CUDA graph can capture.
 
-Owns: the gather through block tables, the padding of ragged queries and the masks. Every shape follows from the descriptor's
-Python integers and the tables' shape, never from tensor contents: no host synchronisation, no data-dependent shape. The same
-code runs on any torch device.
+Owns: the gather through block tables, the padding of ragged queries and the masks. Every shape follows from the
+descriptor's Python integers and the tables' shape, never from tensor contents: no host synchronisation, no
+data-dependent shape. The same code runs on any torch device.
 
-Slots that no query sees are replaced by zeros after the gather, so unwritten ones never enter a product. A decode row whose
-length is 0 (padding of a captured batch) yields NaN in its own output only.
+Slots that no query sees are replaced by zeros after the gather, so unwritten ones never enter a product. A decode row
+whose length is 0 (padding of a captured batch) is meaningless in its own output only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class CudaAttention(AttentionBackend):
         return _prefill(q_THD, descriptor, layer, kv)
 
     def _store(self, k_THkD: Tensor, v_THkD: Tensor, slots_T: Tensor, kv: LayerKV) -> None:
-        """Skipped tokens write back what the slot of another token of the call, or slot 0, holds anyway."""
+        """Skipped tokens write what the slot of another token of the call, or slot 0, holds anyway."""
+        if not slots_T.shape[0]:
+            return
         is_kept = slots_T >= 0
         # All skipped tokens are sent to one kept token's slot with that token's own values, so that duplicate writes
         # agree; where none is kept, to slot 0 with the values already there.
@@ -75,7 +77,11 @@ def _prefill(q_THD: Tensor, descriptor: PrefillDescriptor, layer: LayerAttention
 
 
 def _cached(
-    q_RQHD: Tensor, positions_RQ: Tensor, descriptor: DecodeDescriptor | PrefillDescriptor, layer: LayerAttention, kv: LayerKV
+    q_RQHD: Tensor,
+    positions_RQ: Tensor,
+    descriptor: DecodeDescriptor | PrefillDescriptor,
+    layer: LayerAttention,
+    kv: LayerKV,
 ) -> Tensor:
     tables, block_size = descriptor.block_tables, descriptor.block_size
     blocks = min(tables.shape[1], -(-descriptor.max_kv_len // block_size))

@@ -3,7 +3,7 @@
 Owns: the shapes and dtypes of that data. Knows nothing of how attention is computed or of who owns the KV slots.
 Called by the executor (cached steps), the trainer and `score` (packed sequences) and every attention backend.
 
-Shapes (legend of the package): T tokens of the call · H query heads · Hk KV heads · D head dim · S slots of the KV pool ·
+Shapes (legend of the package): T tokens of the call · H query heads · Hk KV heads · D head dim · S slots of the pool ·
 R rows (sequences of a cached call) · B sequences of a packed call · NB blocks per table row.
 
 The slot of position p of row r is `block_tables[r, p // block_size] * block_size + p % block_size`. A table entry is -1
@@ -90,7 +90,8 @@ class DecodeDescriptor:
         _check_block_size("DecodeDescriptor", self.block_size)
         if self.seq_lens.shape[0] != self.block_tables.shape[0]:
             raise ValueError(
-                f"DecodeDescriptor: block_tables has {self.block_tables.shape[0]} rows, seq_lens {self.seq_lens.shape[0]}"
+                f"DecodeDescriptor: block_tables has {self.block_tables.shape[0]} rows, "
+                f"seq_lens {self.seq_lens.shape[0]}"
             )
 
 
@@ -112,7 +113,8 @@ class LayerKV:
         k, v = self.k_SHD, self.v_SHD
         if k.ndim != 3 or k.shape != v.shape or k.dtype is not v.dtype:
             raise ValueError(
-                f"KV slots are {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}; must be equal, [slots, KV heads, head dim]"
+                f"KV slots are {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}; "
+                "must be equal, [slots, KV heads, head dim]"
             )
 
 

@@ -1,7 +1,8 @@
 """Gradient of causal attention over packed sequences, in torch.
 
-Owns: the formula. Called by backends whose forward torch can't differentiate. Softmax weights are recomputed in float32 from
-q and k, a strip of query rows at a time, so memory stays at strip × sequence length × heads; all work is in matrix products.
+Owns: the formula. Called by backends whose forward torch can't differentiate. Softmax weights are recomputed in float32
+from q and k, a strip of query rows at a time, so memory stays at strip × sequence length × heads; all work is in matrix
+products.
 
 Source: Dao et al., FlashAttention (2022), appendix B.2: dS = P ∘ (dO·Vᵀ − rowsum(dO ∘ O)).
 """
@@ -26,13 +27,13 @@ def packed_backward(
     Shapes: grad [T, H, D]; saved = q [T, H, D], k and v [T, Hk, D], out [T, H, D].
     """
     q, k, v, out = saved
-    grads = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
+    grads = tuple(torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
     for start, end in itertools.pairwise(descriptor.seq_starts.tolist()):
         if end > start:
             pieces = tuple(tensor[start:end] for tensor in (grad_THD, q, k, v, out))
             for grad, piece in zip(grads, _sequence_backward(pieces, layer), strict=True):
                 grad[start:end] = piece
-    return grads
+    return grads[0], grads[1], grads[2]
 
 
 def _sequence_backward(pieces: tuple[Tensor, ...], layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """NativeAttention: the C++ kernel of engine/kernels/native/attention.cpp behind the base class.
 
-Owns: the structs that describe a call to the kernel. They are made once per descriptor and once per layer and kept there
-(`prepared`), so that a layer costs one lean ctypes call. Gradients flow through packed sequences only (see gradient.py).
+Owns: the structs that describe a call to the kernel. They are made once per descriptor and once per layer and kept
+there (`prepared`), so that a layer costs one lean ctypes call. Gradients flow through packed sequences only (see
+gradient.py).
 
-Exactness: a query's bits depend on its own sequence and on `split_tokens`. See the contract at the top of attention.cpp.
+Exactness: a query's bits depend on its own sequence and on `split_tokens`; attention.cpp has the contract.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ _FAULTS = {
 _PHASES = {PackedDescriptor: 0, PrefillDescriptor: 1, DecodeDescriptor: 2}
 
 
-def _fields(integers: str, pointers: str = "", doubles: str = "") -> list[tuple[str, Any]]:
-    kinds = {name: ctypes.c_void_p for name in pointers.split()} | {name: ctypes.c_double for name in doubles.split()}
-    return [(name, kinds.get(name, ctypes.c_int64)) for name in integers.split()]
+def _fields(names: str, pointers: str, doubles: str = "") -> list[tuple[str, Any]]:
+    """C fields in order: int64 but for the named pointers and doubles."""
+    kinds: dict[str, Any] = dict.fromkeys(pointers.split(), ctypes.c_void_p)
+    kinds.update(dict.fromkeys(doubles.split(), ctypes.c_double))
+    return [(name, kinds.get(name, ctypes.c_int64)) for name in names.split()]
 
 
 class _Rows(ctypes.Structure):
@@ -55,7 +58,8 @@ class _Keys(ctypes.Structure):
     """AttentionKeys of attention.cpp: one layer's keys and values. Lives in the layer's `prepared`."""
 
     _fields_ = _fields(
-        "k v is_bf16 num_slots num_kv_heads head_dim k_slot_stride k_head_stride v_slot_stride v_head_stride scale window",
+        "k v is_bf16 num_slots num_kv_heads head_dim k_slot_stride k_head_stride v_slot_stride v_head_stride scale "
+        "window",
         pointers="k v",
         doubles="scale",
     )
@@ -118,7 +122,9 @@ class NativeAttention(AttentionBackend):
             return _PackedAttention.apply(q_THD, k_THkD, v_THkD, self, descriptor, layer)
         return self._packed(q_THD, k_THkD, v_THkD, descriptor, layer)
 
-    def _packed(self, q_THD: Tensor, k_THkD: Tensor, v_THkD: Tensor, descriptor: Descriptor, layer: LayerAttention) -> Tensor:
+    def _packed(
+        self, q_THD: Tensor, k_THkD: Tensor, v_THkD: Tensor, descriptor: Descriptor, layer: LayerAttention
+    ) -> Tensor:
         k_THkD, v_THkD = _with_dense_rows(k_THkD), _with_dense_rows(v_THkD)
         return self._run(q_THD, _keys_of(k_THkD, v_THkD), descriptor, layer)
 
@@ -130,7 +136,8 @@ class NativeAttention(AttentionBackend):
             token_stride, head_stride, stride = q_THD.stride()
             if stride != 1 or head_stride > token_stride:
                 return self._run(q_THD.clone(memory_format=torch.contiguous_format), keys, descriptor, layer)
-            rows.num_tokens, rows.num_heads, rows.q_token_stride, rows.q_head_stride = tokens, heads, token_stride, head_stride
+            rows.num_tokens, rows.num_heads = tokens, heads
+            rows.q_token_stride, rows.q_head_stride = token_stride, head_stride
             rows.geometry = geometry
         if keys.layer is not layer:
             keys.layer, keys.scale, keys.window = layer, layer.scale, layer.window
@@ -188,7 +195,13 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: NativeAttention, descriptor: PackedDescriptor, layer: LayerAttention
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        backend: NativeAttention,
+        descriptor: PackedDescriptor,
+        layer: LayerAttention,
     ) -> Tensor:
         out = backend._packed(q, k, v, descriptor, layer)
         ctx.save_for_backward(q, k, v, out)
@@ -224,9 +237,7 @@ def _keys_of(k_SHD: Tensor, v_SHD: Tensor) -> _Keys:
         raise ValueError("native attention needs tensors in CPU memory")
     k_strides, v_strides = k_SHD.stride(), v_SHD.stride()
     is_bf16 = k_SHD.dtype is torch.bfloat16
-    keys = _Keys(
-        k_SHD.data_ptr(), v_SHD.data_ptr(), is_bf16, slots, heads, dim, *k_strides[:2], *v_strides[:2], 0.0, 0
-    )
+    keys = _Keys(k_SHD.data_ptr(), v_SHD.data_ptr(), is_bf16, slots, heads, dim, *k_strides[:2], *v_strides[:2], 0.0, 0)
     keys.has_whole_slots = k_strides[1] == dim and v_strides[1] == dim
     keys.address = ctypes.addressof(keys)
     return keys

@@ -67,7 +67,8 @@ def _attend_one(q_QHD: Tensor, k_PHkD: Tensor, v_PHkD: Tensor, start: int, layer
         is_visible &= k_position > q_position - layer.window
     heads = []
     for head in range(q_QHD.shape[1]):
-        q, k, v = (x.double() for x in (q_QHD[:, head], k_PHkD[:, head // heads_per_kv], v_PHkD[:, head // heads_per_kv]))
+        kv_head = head // heads_per_kv
+        q, k, v = (x.double() for x in (q_QHD[:, head], k_PHkD[:, kv_head], v_PHkD[:, kv_head]))
         scores = (q @ k.T * layer.scale).masked_fill(~is_visible, float("-inf"))
         heads.append(torch.softmax(scores, dim=-1) @ v)
     return torch.stack(heads, dim=1).to(q_QHD.dtype) if heads else torch.empty_like(q_QHD)

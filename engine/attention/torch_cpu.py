@@ -1,12 +1,14 @@
 """TorchAttention: the best that torch alone gives on the CPU.
 
-Owns: how scaled_dot_product_attention must be called for a query's bits not to depend on phase, batch or chunk (exact=True),
-and the fastest way to call it (exact=False). Differentiable over packed sequences.
+Owns: how scaled_dot_product_attention must be called for a query's bits not to depend on phase, batch or chunk
+(exact=True), and the fastest way to call it (exact=False). Differentiable over packed sequences.
 
-Exact calls go one sequence at a time through the flash kernel with an explicit additive mask (its causal shortcut cuts the
-keys at a place that depends on the chunk), keys and values zero-padded to a fixed multiple (so that the kernel's inner
-matrix products have the same shapes whatever the length), and never with a single query row, which takes another path.
-Positions that no query may see are zero in the padded copies, so unwritten slots never enter a product.
+Exact calls go through the flash kernel with an explicit additive mask (its causal shortcut cuts the keys at a place that
+depends on the chunk), one sequence at a time except in decode, with keys and values zero-padded to a fixed multiple and
+query rows to a multiple of four, so that the kernel's inner matrix products are of the same kind whatever the lengths.
+In float32 MKL must also have been told to be reproducible before its first product (environment
+MKL_CBWR=AVX2,STRICT or AVX512,STRICT). Positions that no query may see are zero in the padded copies, so unwritten
+slots never enter a product.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from .descriptors import DecodeDescriptor, Descriptor, LayerAttention, LayerKV, 
 
 PAD_TOKENS = {torch.bfloat16: 32, torch.float32: 512}
 """Multiple that the keys' length is padded to: the flash kernel's blocking of the key dimension, per dtype."""
+PAD_ROWS = 4
+"""Multiple that the query rows of an exact call are padded to: the kernel takes them in tiles of a multiple of 4, and
+matrix products of fewer than 4 rows follow another path, with other bits."""
 
 
 class TorchAttention(AttentionBackend):
@@ -73,7 +78,7 @@ class TorchAttention(AttentionBackend):
             return _sdpa(q_QHD[None], k_PHkD[None], v_PHkD[None], _mask(q_QHD, start, keys, layer), layer.scale)[0]
         padding = -keys % PAD_TOKENS.get(q_QHD.dtype, 512)
         k, v = (F.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (k_PHkD, v_PHkD))
-        q = q_QHD if queries > 1 else q_QHD.expand(2, -1, -1)
+        q = torch.cat((q_QHD, q_QHD[-1:].expand(-queries % PAD_ROWS, -1, -1)))
         out = _sdpa(q[None], k[None], v[None], _mask(q, start, keys + padding, layer, queries), layer.scale)[0]
         return out[:queries]
 
@@ -98,8 +103,8 @@ class TorchAttention(AttentionBackend):
         mask = torch.zeros(is_hidden.shape, dtype=q_RHD.dtype).masked_fill_(is_hidden, float("-inf"))[:, None, None]
         group = heads // kv_heads
         q = q_RHD.view(rows, kv_heads, group, dim).transpose(1, 2)  # the heads of a KV head become its query rows
-        if group == 1 and self.exact:
-            q = q.expand(-1, 2, -1, -1)
+        if self.exact:
+            q = torch.cat((q, q[:, -1:].expand(-1, -group % PAD_ROWS, -1, -1)), dim=1)
         out = _sdpa(q, k, v, mask.expand(-1, -1, q.shape[1], -1), layer.scale)
         return out[:, :group].transpose(1, 2).reshape(rows, heads, dim)
 
@@ -107,7 +112,9 @@ class TorchAttention(AttentionBackend):
 def _sdpa(q_BQHD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False) -> Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BQHD, k, v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.transpose(1, 2)
 
 

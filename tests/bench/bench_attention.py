@@ -1,8 +1,8 @@
 """Time of attention per forward pass (all layers) on this machine, for each CPU backend.
 
-    python tests/bench/bench_attention.py [--threads 2] [--layers 30] [--heads 9] [--kv-heads 3] [--head-dim 64] [--repeats 5]
+    python tests/bench/bench_attention.py [--threads 2] [--layers 30] [--heads 9] [--kv-heads 3] [--head-dim 64]
 
-Each layer has its own KV slots, so caches are as cold as in a model. The best of the repeats is printed, in milliseconds.
+Each layer has its own KV slots, so caches are as cold as in a model. Printed is the best of --repeats, in milliseconds.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Case:
         layers, tables = self.cached(1, length)
         q = self.random(length, self.options.heads, self.options.head_dim)
         k = self.random(length, self.options.kv_heads, self.options.head_dim)
-        starts = torch.tensor([0, length], dtype=torch.int32)
+        starts, zero = torch.tensor([0, length], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
 
         def step() -> None:
-            descriptor = PrefillDescriptor(tables, BLOCK_SIZE, starts, torch.zeros(1, dtype=torch.int64), length, length)
+            descriptor = PrefillDescriptor(tables, BLOCK_SIZE, starts, zero, length, length)
             for kv in layers:
                 backend.forward(q, k, k, descriptor, self.layer, kv)
 
@@ -107,15 +107,21 @@ class Case:
         descriptor = DecodeDescriptor(tables, BLOCK_SIZE, torch.ones(1, dtype=torch.int64), 1)
         calls = 2000
         one = layers[0]
-        return best_ms(
-            lambda: [backend.forward(q, k, k, descriptor, self.layer, one) for _ in range(calls)], self.options.repeats
-        ) * 1e3 / calls
+        return (
+            best_ms(
+                lambda: [backend.forward(q, k, k, descriptor, self.layer, one) for _ in range(calls)],
+                self.options.repeats,
+            )
+            * 1e3
+            / calls
+        )
 
 
 def main() -> None:
     """Print one table per dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("threads", 2), ("layers", 30), ("heads", 9), ("kv-heads", 3), ("head-dim", 64), ("repeats", 5)):
+    sizes = {"threads": 2, "layers": 30, "heads": 9, "kv-heads": 3, "head-dim": 64, "repeats": 5}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", default="", help="backend to time: native, torch-exact or torch-fast")
     options = parser.parse_args()
