@@ -42,7 +42,8 @@ class GuardMachine(RuleBasedStateMachine):
         self.guard = PolicyVersionGuard(first.version, first.weights, max_installed, 10.0)
         self.max_installed = max_installed
         self.copies = {0: first}
-        self.live, self.pending, self.highest = 0, None, 0
+        self.live, self.highest = 0, 0
+        self.pending: int | None = None
         self.retired: list[PolicyVersion] = []
         self.holds: list[ExitStack] = []
         self.is_fixed = False
