@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-TABLE = Path(__file__).parents[2] / "docs" / "behaviours.md"
-
 ROW_ID = r"(?:V[1-6]|R[1-5]|P[0-5]\d|P[1-4]|S[1-4]?\d)"
 """An invariant (V1, R3, P2: one digit), an inherited behaviour (S12) or a pain (P07: two digits)."""
 
@@ -30,10 +28,10 @@ class Behaviour:
     """Node ids without parameters."""
 
 
-def read_behaviours(table: Path = TABLE) -> list[Behaviour]:
-    """The rows of docs/behaviours.md, in its order."""
+def read_behaviours(root: Path) -> list[Behaviour]:
+    """The rows of docs/behaviours.md under `root`, in its order."""
     rows = []
-    for line in table.read_text(encoding="utf-8").splitlines():
+    for line in (root / "docs" / "behaviours.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 3 and re.fullmatch(ROW_ID, cells[0]):
             rows.append(Behaviour(cells[0], cells[1], tuple(re.findall(r"`(tests/[^`]+)`", cells[2]))))
@@ -68,7 +66,7 @@ class BehaviourAccount:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Called by pytest after the last test: a named test that didn't run makes the run red."""
-        named = {test for row in read_behaviours() for test in row.tests}
+        named = {test for row in read_behaviours(session.config.rootpath) for test in row.tests}
         has_gpu = _has_gpu()
         self._not_run = sorted(t for t in named - self._ran if has_gpu or not t.startswith("tests/gpu/"))
         if self._not_run and session.exitstatus == pytest.ExitCode.OK:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,7 @@ def ids_of_machine(tree: ast.Module, node: ast.Assign) -> list[str]:
 def test_every_row_names_tests_that_name_it() -> None:
     tests = ids_by_test()
     wrong = []
-    for row in read_behaviours():
+    for row in read_behaviours(ROOT):
         if not row.tests:
             wrong.append(f"{row.row_id}: names no test")
         for test in row.tests:
@@ -57,14 +59,14 @@ def test_every_row_names_tests_that_name_it() -> None:
 
 
 def test_every_row_that_a_test_names_is_in_the_table() -> None:
-    listed = {row.row_id for row in read_behaviours()}
+    listed = {row.row_id for row in read_behaviours(ROOT)}
     missing = sorted({(row_id, test) for test, ids in ids_by_test().items() for row_id in ids if row_id not in listed})
     assert not missing, "add to docs/behaviours.md:\n" + "\n".join(f"| {row} | … | `{test}` |" for row, test in missing)
 
 
 def test_rows_are_in_order_and_unique() -> None:
     """Invariants V, R and P1 to P4 come first, then inherited behaviours S, then pains P01 to P50."""
-    found = [row.row_id for row in read_behaviours()]
+    found = [row.row_id for row in read_behaviours(ROOT)]
     kinds = ("V", "R", "P", "S", "P0")
 
     def place(row_id: str) -> tuple[int, int]:
@@ -90,8 +92,39 @@ def test_rows_are_read_from_the_beginning_of_a_docstring(docstring: str | None, 
 
 
 def test_the_table_is_read_whole(tmp_path: Path) -> None:
-    table = tmp_path / "behaviours.md"
+    table = tmp_path / "docs" / "behaviours.md"
+    table.parent.mkdir()
     row_line = "| S1 | a | `tests/a.py::test_a`, `tests/b.py::T::test_b` |"
     table.write_text(f"| id | behaviour | test |\n|---|---|---|\n{row_line}\n")
-    (row,) = read_behaviours(table)
+    (row,) = read_behaviours(tmp_path)
     assert (row.row_id, row.text, row.tests) == ("S1", "a", ("tests/a.py::test_a", "tests/b.py::T::test_b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_green"),
+    [
+        ((), False),
+        (("-k", "test_runs"), True),
+        (("tests/test_case.py",), True),
+    ],
+)
+def test_a_whole_run_demands_every_named_test(tmp_path: Path, arguments: tuple[str, ...], is_green: bool) -> None:
+    """A named test that was skipped makes a whole run red, and no narrowed one; one that ran is no trouble."""
+    for folder in ("docs", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "docs" / "behaviours.md").write_text(
+        "| S1 | a | `tests/test_case.py::test_runs` |\n| S2 | b | `tests/test_case.py::test_skipped` |\n"
+    )
+    (tmp_path / "tests" / "conftest.py").write_text('pytest_plugins = ["harness.behaviours"]\n')
+    (tmp_path / "tests" / "test_case.py").write_text(
+        "import pytest\n\n\n@pytest.mark.parametrize('x', [1, 2])\ndef test_runs(x):\n    pass\n\n\n"
+        "def test_skipped():\n    pytest.skip('on purpose')\n"
+    )
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\ntestpaths = tests\npythonpath = {ROOT / 'tests'}\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+    )
+    assert (ended.returncode == 0) is is_green, ended.stdout + ended.stderr
+    named = [line for line in ended.stdout.splitlines() if line.startswith("NOT RUN")]
+    assert named == ([] if is_green else ["NOT RUN tests/test_case.py::test_skipped"])
