@@ -50,16 +50,15 @@ def test_a_thread_is_found() -> None:
 
 def test_a_child_is_found_until_somebody_has_waited_for_it() -> None:
     before = Holdings.take()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert child.stdin is not None
-    try:
-        found = leaks_since(before)
-        assert any(line.startswith(f"child process {child.pid}: ") and "input()" in line for line in found)
-    finally:
+    code = "import sys; print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        assert any(line.startswith(f"child process {child.pid}: ") and code in line for line in leaks_since(before))
         child.stdin.close()
+        child.stdout.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert leaks_since(before) == [f"child process {child.pid}: (ended, but nobody has waited for it)"]
-        child.wait()
     assert leaks_since(before) == []
 
 
