@@ -3,9 +3,9 @@
 Owns: the compiler call, the cache folder and its lock. Knows nothing of what the functions do. Whoever calls a native
 function asks `library()`; where it answers None, `why_unavailable()` says why and the torch kernels do the work.
 
-The file name carries a hash of the sources, the flags, the compiler's version and the CPU's features, so a library built
-for another machine or from other sources is never loaded. Floating-point contraction is off: every fused multiply-add is
-written as one (see native/simd.h), which is what makes the results equal on every machine.
+The file name carries a hash of the sources, the flags, the compiler's version and the CPU's features, so a library
+built for another machine or from other sources is never loaded. Floating-point contraction is off: every fused
+multiply-add is written as one (see native/simd.h), which is what makes the results equal on every machine.
 
 Environment: UNISON_KERNELS=torch turns native code off; CXX names the compiler; UNISON_CACHE the folder (default
 ~/.cache/unison).
@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def build(extra_flags: Sequence[str] = ()) -> Path:
             if not target.exists():
                 _compile(toolchain, target)
     except OSError as error:
-        raise BuildError(f"can't write the kernel cache {folder}: {error}; set UNISON_CACHE to a folder you own") from error
+        raise BuildError(f"can't write the kernel cache {folder}: {error}; set UNISON_CACHE to your own") from error
     return target
 
 
@@ -177,22 +177,20 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(toolchain: Toolchain, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
         folder = Path(scratch)
-        jobs: list[tuple[Path, Path, subprocess.Popen[str]]] = []
-        try:
+        command = [toolchain.compiler, *toolchain.flags]
+        objects: list[str] = []
+        jobs: list[tuple[str, subprocess.Popen[str]]] = []
+        with ExitStack() as running:  # one unit per process; where one is refused the others are stopped
             for source in sources():
-                made = folder / f"{source.stem}.o"
-                command = [toolchain.compiler, *toolchain.flags, "-c", str(source), "-o", str(made)]
-                jobs.append((source, made, _start(command)))
-            for source, _, job in jobs:
-                _finish(job, source.name)
-        finally:
-            for _, _, job in jobs:
-                if job.poll() is None:
-                    job.kill()
-                    job.wait()
+                objects.append(str(folder / f"{source.stem}.o"))
+                job = running.enter_context(_start([*command, "-c", str(source), "-o", objects[-1]]))
+                running.callback(job.kill)
+                jobs.append((source.name, job))
+            for name, job in jobs:
+                _finish(job, name)
         linked = folder / target.name
-        objects = [str(made) for _, made, _ in jobs]
-        _finish(_start([toolchain.compiler, "-shared", "-pthread", *objects, "-o", str(linked)]), "link")
+        with _start([toolchain.compiler, "-shared", "-pthread", *objects, "-o", str(linked)]) as link:
+            _finish(link, "the objects it made")
         os.replace(linked, target)  # readers see no file or the whole file
 
 

@@ -1,11 +1,11 @@
 """The operations with gradients: one function per operation of Kernels, for the trainer's forward.
 
-Owns the backward formulas. The forward is the kernel's, bit for bit, so a trainer's forward and the engine's agree; the backward
-is plain torch (GEMMs in the operands' dtype, the rest in fp32) and makes no promise about its order of reduction. Where no
-argument needs a gradient the kernel is called directly and nothing is recorded.
+Owns the backward formulas. The forward is the kernel's, bit for bit, so a trainer's forward and the engine's agree;
+the backward is plain torch (GEMMs in the operands' dtype, the rest in fp32) and makes no promise about its order of
+reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
 
-Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they work
-on copies. Callers go on with what is returned and forget what they gave, so both read the same.
+Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they
+work on copies. Callers go on with what is returned and forget what they gave, so both read the same.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class _AddRmsNorm(torch.autograd.Function):
         return None, grad, grad, grad_weight, None
 
 
-def add_rms_norm(
-    kernels: Kernels, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> Pair:
-    """(residual + x, its rms_norm), differentiable in residual, x and weight. Without gradients `residual` itself is updated."""
+def add_rms_norm(kernels: Kernels, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+    """(residual + x, its rms_norm), differentiable in residual, x and weight. Without gradients `residual` itself
+    is updated.
+    """
     if not _records(residual, x, weight):
         return residual, kernels.add_rms_norm(residual, x, weight, eps)
     return _AddRmsNorm.apply(kernels, residual, x, weight, eps)

@@ -1,18 +1,19 @@
 """Kernels: the door through which the decoder does its arithmetic, whatever does it behind.
 
-Owns the contract of each operation: shapes, roundings and what `exact` means. Knows nothing of models, caches or requests.
-Called by the decoder, by the sampler and by the trainer's loss; thread rule: any thread, one call at a time per object.
+Owns the contract of each operation: shapes, roundings and what `exact` means. Knows nothing of models, caches or
+requests. Called by the decoder, by the sampler and by the trainer's loss; thread rule: any thread, one call at a time
+per object.
 
-Shapes: M rows (tokens), K and H input width, N output width, I inner width of the gated layer, T tokens, D head width, D2 half of
-the rotary part of a head, R rows of logits, V vocabulary.
+Shapes: M rows (tokens), K and H input width, N output width, I inner width of the gated layer, T tokens, D head
+width, D2 half of the rotary part of a head, R rows of logits, V vocabulary.
 
-`exact` promises that a row of any result depends on that row of the inputs (and on the weights) alone: not on M, on the other
-rows, on how a batch was cut, on strides or on the number of threads (R3). Different implementations of Kernels need not
-agree with each other to the bit, so one process pair (engine and trainer) uses one.
+`exact` promises that a row of any result depends on that row of the inputs (and on the weights) alone: not on M, on
+the other rows, on how a batch was cut, on strides or on the number of threads (R3). Different implementations of
+Kernels need not agree with each other to the bit, so one process pair (engine and trainer) uses one.
 
-Every operation computes in fp32 and rounds where the reference models of Hugging Face round, unless it says otherwise.
-Operations whose name ends in `_` and `add_rms_norm` write into their arguments. None records gradients: see `differentiable`.
-An `out` must not overlap an input, except where the operation says so.
+Every operation computes in fp32 and rounds where the reference models of Hugging Face round, unless it says
+otherwise. Operations whose name ends in `_` and `add_rms_norm` write into their arguments. None records gradients:
+see `differentiable`. An `out` must not overlap an input, except where the operation says so.
 
 Raises: TypeError for a dtype or device that the operation doesn't take, ValueError for shapes and strides.
 """
@@ -43,7 +44,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def linear(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y = x w^T + bias, accumulated in fp32 and rounded once to x's dtype.
 
@@ -83,7 +88,8 @@ class Kernels(ABC):
 
     @abstractmethod
     def rope_(self, q_THD: torch.Tensor, k_THkD: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> None:
-        """Rotates q and k in place: (a, b) := (a cos - b sin, b cos + a sin) for the halves a, b of a head's first 2 D2 elements.
+        """Rotates q and k in place: (a, b) := (a cos - b sin, b cos + a sin) for the halves a, b of a head's first 2
+        D2 elements.
 
         In fp32 with one rounding at the end; Hugging Face rounds cos, sin and both products to the model's dtype, which
         only loses bits. Elements from 2 D2 on stay as they are.
@@ -101,7 +107,8 @@ class Kernels(ABC):
 
     @abstractmethod
     def row_logprobs(self, logits_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
-        """log softmax of each row at its target. A target outside the vocabulary is the caller's fault; it never reads outside.
+        """log softmax of each row at its target. A target outside the vocabulary is the caller's fault; it never
+        reads outside.
 
         Shapes: logits float32 [R, V], targets int64 [R], result float32 [R]. A NaN in a row gives NaN.
         """

@@ -1,10 +1,12 @@
 """NativeKernels: the operations in this package's own C++ (native/*.cpp), for the CPU.
 
-Owns: the ctypes functions and the checks in front of them: a wrong dtype, device, shape or stride is a TypeError or ValueError
-here, because behind this door are raw pointers. Rows are independent of everything but themselves by construction: each
-operation's order of reduction is fixed in its source, so results are equal for any batch, thread count and CPU.
+Owns: the ctypes functions and the checks in front of them: a wrong dtype, device, shape or stride is a TypeError or
+ValueError here, because behind this door are raw pointers. Rows are independent of everything but themselves by
+construction: each operation's order of reduction is fixed in its source, so results are equal for any batch, thread
+count and CPU.
 
-Thread rule: any thread; calls are served one after another by the library's thread pool, and Python's lock is free meanwhile.
+Thread rule: any thread; calls are served one after another by the library's thread pool, and Python's lock is free
+meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def _function(lib: ctypes.CDLL, name: str, argtypes: tuple[Any, ...]) -> Functio
 class NativeKernels(Kernels):
     """The native CPU kernels; exact by construction.
 
-    Raises: RuntimeError where the library can't be had (the reason is in the message), ValueError for an unknown `linear`.
+    Raises: RuntimeError where the library can't be had (the reason is in the message), ValueError for an unknown
+    `linear`.
     """
 
     def __init__(self, linear: str = "native", lib: ctypes.CDLL | None = None) -> None:
@@ -102,7 +105,11 @@ class NativeKernels(Kernels):
         return plain
 
     def linear(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dtype = x_MK.dtype
         if self._torch is not None and dtype is _BF16:
@@ -136,8 +143,8 @@ class NativeKernels(Kernels):
         residual, residual_stride = _output(residual_MH, rows, width, x_MH.dtype, "residual")
         y, y_stride = _output(out, rows, width, x_MH.dtype)
         function(
-            x_MH.data_ptr(), stride, residual.data_ptr(), residual_stride, weight_H.data_ptr(), eps, y.data_ptr(), y_stride,
-            rows, width,
+            x_MH.data_ptr(), stride, residual.data_ptr(), residual_stride, weight_H.data_ptr(), eps,
+            y.data_ptr(), y_stride, rows, width,
         )  # fmt: skip
         return y
 

@@ -1,7 +1,7 @@
 """Which Kernels a device gets, and why.
 
-Owns the choice alone. Called once per engine and once per trainer; both must come to the same answer, so it depends on the
-machine and the arguments only.
+Owns the choice alone. Called once per engine and once per trainer; both must come to the same answer, so it depends
+on the machine and the arguments only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def select_kernels(device: torch.device | str, choice: str = "auto", exact: bool
 
     `exact=False` asks for speed alone; native code is exact anyway and as fast.
 
-    Raises: ValueError for an unknown choice, or for `native` on a device that isn't the CPU; RuntimeError for `native` where it
-    can't be built or is turned off.
+    Raises: ValueError for an unknown choice, or for `native` on a device that isn't the CPU; RuntimeError for
+    `native` where it can't be built or is turned off.
     """
     if choice not in CHOICES:
         raise ValueError(f"kernels are {choice!r}; must be one of {', '.join(CHOICES)}")

@@ -1,9 +1,10 @@
 """TorchKernels: the operations in plain torch, for every device, and the reference beside the native code.
 
-Owns the recipe that makes torch's GEMM row-invariant: blocks of at most `max_rows` rows, short blocks padded with zeros to
-`min_rows`. Which numbers hold depends on the library that torch calls (oneDNN with or without AMX, MKL, cuBLAS), so they are
-measured once per device and dtype by a small probe: the first recipe under which every tried M gives the bits of a whole
-block. A recipe in which every block has the same size always holds, because at a fixed M a row doesn't depend on its company.
+Owns the recipe that makes torch's GEMM row-invariant: blocks of at most `max_rows` rows, short blocks padded with
+zeros to `min_rows`. Which numbers hold depends on the library that torch calls (oneDNN with or without AMX, MKL,
+cuBLAS), so they are measured once per device and dtype by a small probe: the first recipe under which every tried M
+gives the bits of a whole block. A recipe in which every block has the same size always holds, because at a fixed M a
+row doesn't depend on its company.
 
 On CUDA no call waits for the device; only the probe does, at its first use.
 """
@@ -90,7 +91,11 @@ class TorchKernels(Kernels):
         return {"name": self.name, "exact": self.exact, "gemm_blocks": recipes, "torch": torch.__version__}
 
     def linear(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _check_linear(x_MK, w_NK)
         if self._wants_exact:

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_call.h"
 #include "attention_group.h"
 #include "pool.h"
 #include "simd.h"
@@ -30,46 +31,6 @@ namespace {
 constexpr int kFewRows = 4;
 constexpr size_t kMaxWorkspaceBytes = size_t{64} << 20;
 
-enum Status : int { kOk = 0, kBadStarts = 1, kBadPosition = 2, kUnmapped = 3, kBadSlot = 4 };
-enum Phase : int64_t { kPacked = 0, kPrefill = 1, kDecode = 2 };
-
-}  // namespace
-
-// What a step's layers have in common; engine/attention/native.py has the same lists of fields. Strides in elements.
-struct AttentionRows {
-    int64_t phase;
-    int64_t num_rows;
-    const int32_t* query_starts;  // [num_rows + 1]; null for decode
-    const int64_t* positions;     // prefill: position of the first query; decode: length; null for packed
-    const int32_t* tables;        // [num_rows, table_stride]; null for packed
-    int64_t table_stride;
-    int64_t table_width;
-    int64_t block_size;
-    int64_t split_tokens;
-    int64_t tile_rows;
-    int64_t num_tokens;  // queries
-    int64_t num_heads;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-};
-
-// One layer's keys and values, and how it attends.
-struct AttentionKeys {
-    char* k;
-    char* v;
-    int64_t is_bf16;
-    int64_t num_slots;
-    int64_t num_kv_heads;
-    int64_t head_dim;
-    int64_t k_slot_stride;
-    int64_t k_head_stride;
-    int64_t v_slot_stride;
-    int64_t v_head_stride;
-    double scale;
-    int64_t window;  // 0: none
-};
-
-namespace {
 
 // Consecutive queries of one sequence that share one pass over the keys.
 struct Unit {
@@ -84,87 +45,16 @@ struct Unit {
     int64_t cost() const { return rows * (key_end() - first_key); }
 };
 
-// One unit and KV head, over the partitions [first, last).
+// One unit and some neighbouring KV heads, over the partitions [first, last).
 struct Item {
     int64_t unit;
     int64_t kv_head;
+    int64_t num_kv_heads;
     int64_t first;
     int64_t last;
     int64_t partial;  // index of the first partial result in the workspace; -1: the item writes the output itself
-    int64_t counter;  // counts the partitions of (unit, kv_head) that are still missing
+    int64_t counter;  // counts the partitions of (unit, kv heads) that are still missing
 };
-
-struct Call {
-    const AttentionRows* rows;
-    const AttentionKeys* keys;
-    const void* q;
-    void* out;
-    std::atomic<int> status{kOk};
-    int64_t heads_per_kv() const { return rows->num_heads / keys->num_kv_heads; }
-};
-
-// Where the keys and values of positions [from, to) are: entry i belongs to the group's position i, others are zeros.
-template <class T> struct Group {
-    int64_t from = 0, to = 0;
-    const T* k[kGroup];
-    const T* v[kGroup];
-};
-
-template <class T> const T* zeros() {
-    alignas(64) static const T row[kMaxHeadDim] = {};
-    return row;
-}
-
-// Looks up positions [from, to); false where one has no slot. Consecutive positions of a block are consecutive slots.
-template <class T>
-bool find_group(const Call& call, int64_t row, int64_t kv_head, int64_t from, int64_t to, Group<T>& group) {
-    const AttentionRows& rows = *call.rows;
-    const AttentionKeys& keys = *call.keys;
-    group.from = from, group.to = to;
-    for (int64_t i = 0; i < from % kGroup; ++i) group.k[i] = group.v[i] = zeros<T>();
-    for (int64_t i = from % kGroup + (to - from); i < kGroup; ++i) group.k[i] = group.v[i] = zeros<T>();
-    for (int64_t position = from; position < to;) {
-        int64_t slot, run = to - position;
-        if (rows.phase == kPacked) {
-            slot = rows.query_starts[row] + position;
-        } else {
-            const int64_t column = position / rows.block_size, offset = position - column * rows.block_size;
-            const int64_t block = rows.tables[row * rows.table_stride + column];
-            if (block < 0) return false;
-            slot = block * rows.block_size + offset;
-            run = std::min(run, rows.block_size - offset);
-        }
-        if (slot + run > keys.num_slots) return false;
-        const T* k = reinterpret_cast<const T*>(keys.k) + slot * keys.k_slot_stride + kv_head * keys.k_head_stride;
-        const T* v = reinterpret_cast<const T*>(keys.v) + slot * keys.v_slot_stride + kv_head * keys.v_head_stride;
-        for (int64_t i = 0; i < run; ++i, ++position) {
-            group.k[position % kGroup] = k + i * keys.k_slot_stride;
-            group.v[position % kGroup] = v + i * keys.v_slot_stride;
-        }
-    }
-    return true;
-}
-
-template <class T> void widen_group(const Group<T>& group, int64_t dim, float* keys, float* values) {
-    for (int64_t i = 0; i < kGroup; ++i)
-        for (int64_t d = 0; d < dim; d += 8) {
-            store8(keys + i * dim + d, load8(group.k[i] + d));
-            store8(values + i * dim + d, load8(group.v[i] + d));
-        }
-}
-
-template <class T> void look_ahead(const Group<T>& group, int64_t dim, Ahead& ahead) {
-    constexpr int64_t kPerLine = 64 / sizeof(T);
-    const int64_t first = group.from % kGroup;
-    int count = 0;
-    for (int64_t i = first; i < first + group.to - group.from; ++i)
-        for (int64_t d = 0; d < dim; d += kPerLine) {
-            ahead.lines[count++] = group.k[i] + d;
-            ahead.lines[count++] = group.v[i] + d;
-        }
-    std::fill(ahead.lines + count, ahead.lines + count + Ahead::kMaxAsked, ahead.lines[count - 1]);
-    ahead.next = 0, ahead.end = count;
-}
 
 // A thread's memory for one item.
 struct Tile {
@@ -186,20 +76,19 @@ struct Tile {
     }
 };
 
-template <class T> void load_queries(const Call& call, const Unit& unit, int64_t kv_head, Tile& tile) {
-    const int64_t heads = call.heads_per_kv(), dim = call.keys->head_dim;
-    for (int64_t i = 0; i < unit.rows; ++i)
-        for (int64_t h = 0; h < heads; ++h) {
-            const T* q = static_cast<const T*>(call.q) + (unit.token + i) * call.rows->q_token_stride +
-                         (kv_head * heads + h) * call.rows->q_head_stride;
-            for (int64_t d = 0; d < dim; d += 8) store8(tile.q + (i * heads + h) * dim + d, load8(q + d));
-        }
+// Query rows of a tile are ordered by KV head, query, head within the KV head. Calls body(row, token, head).
+template <class Body> void for_each_row(const Call& call, const Unit& unit, const Item& item, Body body) {
+    const int64_t heads = call.heads_per_kv();
+    int64_t row = 0;
+    for (int64_t kv_head = item.kv_head; kv_head < item.kv_head + item.num_kv_heads; ++kv_head)
+        for (int64_t i = 0; i < unit.rows; ++i)
+            for (int64_t h = 0; h < heads; ++h) body(row++, unit.token + i, kv_head * heads + h);
 }
 
-// All queries of the unit over the keys [from, to) of one group.
+// The tile's rows of one KV head, from row `start` on, over the keys [from, to) of one group.
 template <class Source>
-void attend_tile(const Call& call, const Unit& unit, int64_t from, int64_t to, const Source& source, Tile& tile,
-                 Ahead& ahead) {
+void attend_tile(const Call& call, const Unit& unit, int64_t start, int64_t from, int64_t to, const Source& source,
+                 Tile& tile, Ahead& ahead) {
     const int64_t heads = call.heads_per_kv(), dim = call.keys->head_dim, window = call.keys->window;
     const int64_t base = from / kGroup * kGroup;
     const float scale = static_cast<float>(call.keys->scale);
@@ -212,9 +101,9 @@ void attend_tile(const Call& call, const Unit& unit, int64_t from, int64_t to, c
         const std::pair<int, int> range = bounds(i);
         for (next = i + 1; next < unit.rows && bounds(next) == range;) ++next;
         if (range.first >= range.second) continue;
-        int64_t h = i * heads;
+        int64_t h = start + i * heads;
         const auto run = [&](auto count, auto kernel) {
-            for (; h + count <= next * heads; h += count)
+            for (; h + count <= start + next * heads; h += count)
                 kernel(tile.q + h * dim, source, dim, range.first, range.second, scale, tile.part.acc + h * dim,
                        tile.part.top + h, tile.sums + 8 * h, ahead);
         };
@@ -225,10 +114,11 @@ void attend_tile(const Call& call, const Unit& unit, int64_t from, int64_t to, c
     }
 }
 
-// All queries of the unit over one partition's keys, into tile.part.
-template <class T> bool attend_partition(Call& call, const Unit& unit, int64_t kv_head, int64_t partition, Tile& tile) {
-    const int64_t heads = call.heads_per_kv(), dim = call.keys->head_dim;
-    const int64_t n = unit.rows * heads;
+// All rows of the tile over one partition's keys, into tile.part.
+template <class T> bool attend_partition(Call& call, const Unit& unit, const Item& item, int64_t partition, Tile& tile) {
+    const AttentionKeys& layer = *call.keys;
+    const int64_t dim = layer.head_dim, rows_per_head = unit.rows * call.heads_per_kv();
+    const int64_t n = rows_per_head * item.num_kv_heads;
     std::fill(tile.part.acc, tile.part.acc + n * dim, 0.0f);
     std::fill(tile.sums, tile.sums + 8 * n, 0.0f);
     std::fill(tile.part.top, tile.part.top + n, kNone);
@@ -237,35 +127,29 @@ template <class T> bool attend_partition(Call& call, const Unit& unit, int64_t k
     Ahead ahead;
     Group<T> groups[2];
     const auto group_end = [&](int64_t from) { return std::min(end, from / kGroup * kGroup + kGroup); };
-    if (!find_group(call, unit.row, kv_head, begin, group_end(begin), groups[0])) return false;
+    if (!find_group(call, unit.row, item.kv_head, begin, group_end(begin), groups[0])) return false;
     for (int current = 0;; current ^= 1) {
-        const Group<T>& group = groups[current];
+        Group<T>& group = groups[current];
         ahead.next = ahead.end = 0;
         if (group.to < end) {
             Group<T>& after = groups[current ^ 1];
-            if (!find_group(call, unit.row, kv_head, group.to, group_end(group.to), after)) return false;
-            look_ahead(after, dim, ahead);
+            if (!find_group(call, unit.row, item.kv_head, group.to, group_end(group.to), after)) return false;
+            look_ahead(layer, after, item.num_kv_heads, ahead);
         }
-        if (n <= kFewRows) {
-            attend_tile(call, unit, group.from, group.to, InPlace<T>{group.k, group.v}, tile, ahead);
-        } else {
-            widen_group(group, dim, tile.keys, tile.values);
-            attend_tile(call, unit, group.from, group.to, Widened{tile.keys, tile.values, dim}, tile, ahead);
+        for (int64_t start = 0; start < n; start += rows_per_head) {
+            if (start > 0) next_head(layer, group);
+            if (rows_per_head <= kFewRows) {
+                attend_tile(call, unit, start, group.from, group.to, InPlace<T>{group.k, group.v}, tile, ahead);
+            } else {
+                widen_group(group, dim, tile.keys, tile.values);
+                const Widened source{tile.keys, tile.values, dim};
+                attend_tile(call, unit, start, group.from, group.to, source, tile, ahead);
+            }
         }
         if (group.to >= end) break;
     }
     for (int64_t i = 0; i < n; ++i) tile.part.sum[i] = hsum(load8(tile.sums + 8 * i));
     return true;
-}
-
-template <class T> void write_output(const Call& call, const Unit& unit, int64_t kv_head, const Partial& total) {
-    const int64_t heads = call.heads_per_kv(), dim = call.keys->head_dim;
-    for (int64_t i = 0; i < unit.rows * heads; ++i) {
-        const int64_t row = (unit.token + i / heads) * call.rows->num_heads + kv_head * heads + i % heads;
-        T* out = static_cast<T*>(call.out) + row * dim;
-        const F8 sum = set8(total.sum[i]);
-        for (int64_t d = 0; d < dim; d += 8) store8(out + d, div8(load8(total.acc + i * dim + d), sum));
-    }
 }
 
 void clear(Partial total, int64_t n) {
@@ -283,14 +167,18 @@ struct Plan {
 
 template <class T> void run_item(Call& call, Plan& plan, const Item& item) {
     const Unit& unit = plan.units[static_cast<size_t>(item.unit)];
-    const int64_t dim = call.keys->head_dim, n = unit.rows * call.heads_per_kv(), split = call.rows->split_tokens;
+    const int64_t dim = call.keys->head_dim, split = call.rows->split_tokens;
+    const int64_t n = unit.rows * call.heads_per_kv() * item.num_kv_heads;
     Tile tile(n, dim);
-    load_queries<T>(call, unit, item.kv_head, tile);
+    for_each_row(call, unit, item, [&](int64_t row, int64_t token, int64_t head) {
+        const T* q = static_cast<const T*>(call.q) + token * call.rows->q_token_stride + head * call.rows->q_head_stride;
+        for (int64_t d = 0; d < dim; d += 8) store8(tile.q + row * dim + d, load8(q + d));
+    });
     if (item.partial >= 0) {
         float* const partials = plan.workspace + item.partial;
         const int64_t size = static_cast<int64_t>(Partial::floats(n, dim));
         tile.part = Partial::at(partials + (item.first - unit.first_partition(split)) * size, n, dim);
-        if (!attend_partition<T>(call, unit, item.kv_head, item.first, tile)) call.status = kUnmapped;
+        if (!attend_partition<T>(call, unit, item, item.first, tile)) call.status = kUnmapped;
         // The thread that brings the last partition merges them all: acquire-release makes the others' results visible.
         if (__atomic_sub_fetch(&plan.missing[static_cast<size_t>(item.counter)], 1, __ATOMIC_ACQ_REL) != 0) return;
         clear(tile.total, n);
@@ -299,11 +187,15 @@ template <class T> void run_item(Call& call, Plan& plan, const Item& item) {
     } else {
         clear(tile.total, n);
         for (int64_t partition = item.first; partition < item.last; ++partition) {
-            if (!attend_partition<T>(call, unit, item.kv_head, partition, tile)) call.status = kUnmapped;
+            if (!attend_partition<T>(call, unit, item, partition, tile)) call.status = kUnmapped;
             for (int64_t i = 0; i < n; ++i) merge(tile.total, tile.part, i, dim);
         }
     }
-    write_output<T>(call, unit, item.kv_head, tile.total);
+    for_each_row(call, unit, item, [&](int64_t row, int64_t token, int64_t head) {
+        T* out = static_cast<T*>(call.out) + (token * call.rows->num_heads + head) * dim;
+        const F8 sum = set8(tile.total.sum[row]);
+        for (int64_t d = 0; d < dim; d += 8) store8(out + d, div8(load8(tile.total.acc + row * dim + d), sum));
+    });
 }
 
 Status make_units(const Call& call, std::vector<Unit>& units) {
@@ -327,20 +219,27 @@ Status make_units(const Call& call, std::vector<Unit>& units) {
     return token == rows.num_tokens ? kOk : kBadStarts;
 }
 
-// Cuts units into items. Partitions become items of their own where the largest unit would keep the others waiting.
+// Cuts units into items. Few query rows take all KV heads together, which reads the slots in the order in which they lie,
+// if that leaves enough items for the threads. Partitions become items of their own where the largest unit would keep the
+// other threads waiting.
 void make_items(const Call& call, Plan& plan) {
     const int64_t split = call.rows->split_tokens, kv_heads = call.keys->num_kv_heads, dim = call.keys->head_dim;
-    const int64_t heads = call.heads_per_kv();
-    int64_t total = 0, largest = 0;
+    const int64_t heads = call.heads_per_kv(), threads = num_threads();
+    int64_t total = 0, partitions = 0;
+    for (const Unit& unit : plan.units) total += unit.cost() * kv_heads, partitions += unit.num_partitions(split);
+    const auto heads_per_item = [&](const Unit& unit) {
+        return unit.rows * heads <= kFewRows && partitions >= 4 * threads ? kv_heads : 1;
+    };
+    int64_t largest = 0;
     size_t floats = 0;
     for (const Unit& unit : plan.units) {
-        total += unit.cost() * kv_heads;
-        largest = std::max(largest, unit.cost());
-        const int64_t partials = unit.num_partitions(split) * kv_heads;
-        if (partials > kv_heads) floats += static_cast<size_t>(partials) * Partial::floats(unit.rows * heads, dim);
+        const int64_t span = heads_per_item(unit), parts = unit.num_partitions(split);
+        largest = std::max(largest, unit.cost() * span);
+        if (parts == 1) continue;
+        floats += static_cast<size_t>(parts * kv_heads / span) * Partial::floats(unit.rows * heads * span, dim);
     }
-    const bool is_spread = num_threads() > 1 && floats > 0 && floats * sizeof(float) <= kMaxWorkspaceBytes &&
-                           largest * 2 * num_threads() > total;
+    const bool is_spread = threads > 1 && floats > 0 && floats * sizeof(float) <= kMaxWorkspaceBytes &&
+                           largest * 2 * threads > total;
     if (is_spread) plan.workspace = static_cast<float*>(scratch(1, floats * sizeof(float)));
     std::stable_sort(plan.units.begin(), plan.units.end(),
                      [](const Unit& a, const Unit& b) { return a.cost() > b.cost(); });
@@ -350,15 +249,16 @@ void make_items(const Call& call, Plan& plan) {
     for (int64_t u = 0; u < static_cast<int64_t>(plan.units.size()); ++u) {
         const Unit& unit = plan.units[static_cast<size_t>(u)];
         const int64_t first = unit.first_partition(split), last = first + unit.num_partitions(split);
-        for (int64_t head = 0; head < kv_heads; ++head) {
+        const int64_t span = heads_per_item(unit);
+        for (int64_t head = 0; head < kv_heads; head += span) {
             if (!is_spread || last - first == 1) {
-                plan.items.push_back({u, head, first, last, -1, -1});
+                plan.items.push_back({u, head, span, first, last, -1, -1});
                 continue;
             }
             const int64_t counter = static_cast<int64_t>(plan.missing.size());
             plan.missing.push_back(static_cast<int32_t>(last - first));
-            for (int64_t p = first; p < last; ++p) plan.items.push_back({u, head, p, p + 1, used, counter});
-            used += (last - first) * static_cast<int64_t>(Partial::floats(unit.rows * heads, dim));
+            for (int64_t p = first; p < last; ++p) plan.items.push_back({u, head, span, p, p + 1, used, counter});
+            used += (last - first) * static_cast<int64_t>(Partial::floats(unit.rows * heads * span, dim));
         }
     }
 }

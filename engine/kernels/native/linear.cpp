@@ -1,14 +1,15 @@
 // y[m][n] = sum_k x[m][k] w[n][k] (+ bias[n]): the linear layers, straight off plain row-major weights.
 //
-// Order of the reduction (part of the contract: the same bits whatever M, N, threads, strides or machine). Eight fp32 lanes per
-// output start at zero. fp32: lane j takes k = 8i + j for i = 0, 1, ... bf16: lane j takes k = 16i + 2j, then 16i + 2j + 1, so
-// that a 32-bit word splits into its two values with one shift and one mask. Each step is one fused multiply-add; K is padded
-// with zeros to whole groups. Then hsum, then the bias, then one rounding to the output's type.
+// Order of the reduction (part of the contract: the same bits whatever M, N, threads, strides or machine). Eight fp32
+// lanes per output start at zero. fp32: lane j takes k = 8i + j for i = 0, 1, ... bf16: lane j takes k = 16i + 2j,
+// then 16i + 2j + 1, so that a 32-bit word splits into its two values with one shift and one mask. Each step is one
+// fused multiply-add; K is padded with zeros to whole groups. Then hsum, then the bias, then one rounding to the
+// output's type.
 //
-// How it is fast. Activations are widened to fp32 once per call into a panel of tiles: [step][row][lane], so that the inner
-// loop walks one pointer. Up to kDirectRows rows, weights are widened in registers while they stream from memory; for more
-// rows a tile of weight rows is widened once into the first-level cache and used for every tile of activations. The next
-// tile's weights are fetched meanwhile. Items are blocks of weight rows.
+// How it is fast. Activations are widened to fp32 once per call into a panel of tiles: [step][row][lane], so that the
+// inner loop walks one pointer. Up to kDirectRows rows, weights are widened in registers while they stream from
+// memory; for more rows a tile of weight rows is widened once into the first-level cache and used for every tile of
+// activations. The next tile's weights are fetched meanwhile. Items are blocks of weight rows.
 #include <algorithm>
 
 #include "pool.h"
@@ -20,6 +21,7 @@ namespace {
 constexpr int kRows = 3, kColumns = 4;       // of a tile: 12 accumulators, 3 activations and 1 weight fill 16 registers
 constexpr int kDirectRows = 3;               // up to here the weights are widened on the fly
 constexpr int64_t kChunk = 768;              // most k per pass: a tile of weights and one of activations fit 32 KiB
+constexpr int64_t kPanelRows = 1536;         // of activations at a time: bounds the panel's memory
 constexpr int64_t kPanelFloats = 48 * 1024;  // of activations per pass: they stay in the second-level cache
 
 // How a storage type is laid out: a group of elements feeds `kPhases` steps of eight lanes.
@@ -174,8 +176,8 @@ template <class T, int MR, int NR> void direct_block(const Linear<T>& job, int64
 
 // ---- many rows: weights widened into the cache ----
 
-// Adds `steps` steps to the accumulators. Meanwhile fetches the same k of `Ahead` weight rows: the same line several times over,
-// which costs less than a second loop.
+// Adds `steps` steps to the accumulators. Meanwhile fetches the same k of `Ahead` weight rows: the same line several
+// times over, which costs less than a second loop.
 template <class T, int MR, int NR, int Ahead>
 UNISON_INLINE void cached_steps(F8 (&acc)[MR * NR], const float* x, const float* w, int64_t steps, const T* ahead,
                                 int64_t ahead_stride) {
@@ -200,10 +202,11 @@ struct Pass {
     const float* w;  // widened: [step][row][lane]
 };
 
-// One tile of activations in a pass: begins from zero at k = 0 and finishes the outputs at the end of K. Fetches the pass's k
-// of `Ahead` weight rows meanwhile.
+// One tile of activations in a pass: begins from zero at k = 0 and finishes the outputs at the end of K. Fetches the
+// pass's k of `Ahead` weight rows meanwhile.
 template <class T, int MR, int NR, int Ahead>
-__attribute__((noinline)) void cached_tile(const Linear<T>& job, const Pass& pass, int64_t m, float* kept, const T* ahead) {
+__attribute__((noinline)) void cached_tile(const Linear<T>& job, const Pass& pass, int64_t m, float* kept,
+                                           const T* ahead) {
     const float* x = job.panel + m * job.panel_stride + pass.k * MR;
     F8 acc[MR * NR];
     for (int i = 0; i < MR * NR; ++i) acc[i] = pass.k == 0 ? zero8() : load8(kept + i * 8);
@@ -213,14 +216,15 @@ __attribute__((noinline)) void cached_tile(const Linear<T>& job, const Pass& pas
 }
 
 template <class T, int MR, int NR>
-UNISON_INLINE void cached_rows(const Linear<T>& job, const Pass& pass, int64_t m, float* kept, const T* ahead, int fetching) {
+UNISON_INLINE void cached_rows(const Linear<T>& job, const Pass& pass, int64_t m, float* kept, const T* ahead,
+                               int fetching) {
     if (fetching == 0) cached_tile<T, MR, NR, 0>(job, pass, m, kept, ahead);
     else if (fetching == 1) cached_tile<T, MR, NR, 1>(job, pass, m, kept, ahead);
     else cached_tile<T, MR, NR, 2>(job, pass, m, kept, ahead);
 }
 
-// All rows [m_first, m_end) against NR weight rows at n. The rows of the next tile of weights are shared out among the tiles of
-// activations to fetch, so that memory is read evenly.
+// All rows [m_first, m_end) against NR weight rows at n. The rows of the next tile of weights are shared out among the
+// tiles of activations to fetch, so that memory is read evenly.
 template <class T, int NR>
 void cached_columns(const Linear<T>& job, int64_t m_first, int64_t m_end, int64_t n, bool fetch_ahead) {
     float* widened = static_cast<float*>(scratch(1, sizeof(float) * NR * (kChunk + 16)));
@@ -263,6 +267,7 @@ template <class T> void cached_block(const Linear<T>& job, int64_t n_first, int6
 // ---- the job ----
 
 template <class T> void block(const Linear<T>& job, int64_t n_first, int64_t n_end) {
+    static_assert(kDirectRows == 3, "one branch for each number of rows");
     if (job.M == 1) direct_block<T, 1, 8>(job, n_first, n_end);
     else if (job.M == 2) direct_block<T, 2, kColumns>(job, n_first, n_end);
     else if (job.M == 3) direct_block<T, 3, kColumns>(job, n_first, n_end);
@@ -277,18 +282,30 @@ int64_t rows_per_item(int64_t M, int64_t N, int64_t K, int threads) {
     return std::max<int64_t>(8, std::min(by_time, by_share) / 8 * 8);
 }
 
-template <class T> void run_linear(Linear<T> job) {
-    if (job.M <= 0 || job.N <= 0) return;
-    job.panel_stride = std::max<int64_t>(Linear<T>::padded(job.K), 8);
-    job.panel = static_cast<float*>(scratch(0, static_cast<size_t>(job.M * job.panel_stride) * sizeof(float)));
+template <class T> void run_rows(Linear<T>& job) {
     const int64_t share = std::max<int64_t>(3, 32 * 1024 / job.panel_stride / 3 * 3);
     const int64_t num_shares = std::max<int64_t>(1, (job.M - 2) / share);  // the last one takes the rest
     parallel_for(num_shares, [&](int64_t item, int) {
         widen_activations(job, item * share, item == num_shares - 1 ? job.M : (item + 1) * share);
     });
-    const int64_t rows = rows_per_item(job.M, job.N, std::max<int64_t>(job.K, 1), num_threads());
+    const int64_t rows = rows_per_item(job.M, job.N, job.K, num_threads());
     parallel_for((job.N + rows - 1) / rows,
                  [&](int64_t item, int) { block(job, item * rows, std::min(job.N, (item + 1) * rows)); });
+}
+
+template <class T> void run_linear(const Linear<T>& whole) {
+    if (whole.M <= 0 || whole.N <= 0 || whole.K <= 0) return;
+    const int64_t stride = Linear<T>::padded(whole.K), most = std::min(whole.M, kPanelRows);
+    float* panel = static_cast<float*>(scratch(0, static_cast<size_t>(most * stride) * sizeof(float)));
+    for (int64_t m = 0; m < whole.M; m += most) {
+        Linear<T> part = whole;
+        part.x += m * whole.x_stride;
+        part.y = static_cast<char*>(whole.y) + m * whole.y_stride * (whole.y_is_float ? sizeof(float) : sizeof(T));
+        part.M = std::min(most, whole.M - m);
+        part.panel = panel;
+        part.panel_stride = stride;
+        run_rows(part);
+    }
 }
 
 }  // namespace
@@ -296,25 +313,17 @@ template <class T> void run_linear(Linear<T> job) {
 
 extern "C" {
 
-// Strides in elements. y has the operands' type.
-UNISON_EXPORT void unison_linear_bf16(const void* x, int64_t x_stride, const void* w, int64_t w_stride, const void* bias,
-                                      void* y, int64_t y_stride, int64_t M, int64_t N, int64_t K) {
-    using unison::bf16;
-    unison::run_linear<bf16>({static_cast<const bf16*>(x), static_cast<const bf16*>(w), static_cast<const bf16*>(bias), y,
-                              x_stride, w_stride, y_stride, M, N, K, false, nullptr, 0});
-}
-
-UNISON_EXPORT void unison_linear_f32(const void* x, int64_t x_stride, const void* w, int64_t w_stride, const void* bias,
-                                     void* y, int64_t y_stride, int64_t M, int64_t N, int64_t K) {
-    unison::run_linear<float>({static_cast<const float*>(x), static_cast<const float*>(w), static_cast<const float*>(bias), y,
-                               x_stride, w_stride, y_stride, M, N, K, true, nullptr, 0});
-}
-
-// bf16 operands, fp32 result without a rounding in between.
-UNISON_EXPORT void unison_logits_bf16(const void* x, int64_t x_stride, const void* w, int64_t w_stride, const void* bias,
-                                      void* y, int64_t y_stride, int64_t M, int64_t N, int64_t K) {
-    using unison::bf16;
-    unison::run_linear<bf16>({static_cast<const bf16*>(x), static_cast<const bf16*>(w), static_cast<const bf16*>(bias), y,
-                              x_stride, w_stride, y_stride, M, N, K, true, nullptr, 0});
-}
+// Strides in elements. unison_linear_*: y has the operands' type. unison_logits_bf16: y is float, without a rounding
+// between.
+#define UNISON_LINEAR(NAME, TYPE, Y_IS_FLOAT)                                                                         \
+    UNISON_EXPORT void NAME(const void* x, int64_t x_stride, const void* w, int64_t w_stride, const void* bias,       \
+                            void* y, int64_t y_stride, int64_t M, int64_t N, int64_t K) {                             \
+        unison::run_linear<TYPE>({static_cast<const TYPE*>(x), static_cast<const TYPE*>(w),                           \
+                                  static_cast<const TYPE*>(bias), y, x_stride, w_stride, y_stride, M, N, K,           \
+                                  Y_IS_FLOAT, nullptr, 0});                                                           \
+    }
+UNISON_LINEAR(unison_linear_bf16, unison::bf16, false)
+UNISON_LINEAR(unison_logits_bf16, unison::bf16, true)
+UNISON_LINEAR(unison_linear_f32, float, true)
+#undef UNISON_LINEAR
 }

@@ -106,8 +106,8 @@ class Pool {
         std::atomic<bool> leave{false};
     };
 
-    // Takes items until none is left. The job's fields are read only after an item is held: from then on until it is counted
-    // as done the caller stays in run(), so they can't change.
+    // Takes items until none is left. The job's fields are read only after an item is held: from then on until it is
+    // counted as done the caller stays in run(), so they can't change.
     void work(int worker) {
         int64_t left = remaining_.load(std::memory_order_acquire);
         while (left > 0) {
@@ -133,7 +133,8 @@ class Pool {
     bool spin_for_work(const Helper& self) {
         const auto until = std::chrono::steady_clock::now() + kSpin;
         for (int spins = 1;; ++spins) {
-            if (remaining_.load(std::memory_order_acquire) > 0 || self.leave.load(std::memory_order_acquire)) return true;
+            if (remaining_.load(std::memory_order_acquire) > 0) return true;
+            if (self.leave.load(std::memory_order_acquire)) return true;
             pause_briefly();
             if (spins % 64 == 0 && std::chrono::steady_clock::now() >= until) return false;
         }

@@ -1,13 +1,13 @@
 // The threads of the native kernels: one pool per process, shared by every kernel.
 //
-// A job is a number of items and a body. Items are handed out one by one from an atomic counter, to the calling thread and to
-// the helpers alike: a helper that the system doesn't run costs only the item it holds, and one that never wakes costs
-// nothing. Which thread runs an item must never change a result; kernels write disjoint outputs per item.
+// A job is a number of items and a body. Items are handed out one by one from an atomic counter, to the calling thread
+// and to the helpers alike: a helper that the system doesn't run costs only the item it holds, and one that never
+// wakes costs nothing. Which thread runs an item must never change a result; kernels write disjoint outputs per item.
 //
 // Helpers spin for a bounded time after a job (the next kernel of a layer follows within microseconds) and then sleep.
 // Calls from several threads are served one after another. A body must not start a job itself. After fork() the child
-// builds its own helpers at its first job. Every body runs with the default floating-point environment (round to nearest,
-// denormals kept), whatever the calling thread had set.
+// builds its own helpers at its first job. Every body runs with the default floating-point environment (round to
+// nearest, denormals kept), whatever the calling thread had set.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,9 @@ template <class Body> inline void parallel_for(int64_t num_items, Body&& body) {
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// At least `bytes` of memory of the calling thread, 64-byte aligned, contents unspecified. `slot` (0..3) names independent buffers;
-// a buffer stays valid until this thread asks for the same slot again, and may be read by the helpers of a job meanwhile.
+// At least `bytes` of memory of the calling thread, 64-byte aligned, contents unspecified. `slot` (0..3) names
+// independent buffers; a buffer stays valid until this thread asks for the same slot again, and may be read by the
+// helpers of a job meanwhile.
 void* scratch(int slot, size_t bytes);
 
 }  // namespace unison

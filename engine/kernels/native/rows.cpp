@@ -1,8 +1,8 @@
 // Row-wise operations of the decoder: norm, rotary embedding, gated activation, log-softmax.
 //
-// Each row's result depends on that row alone. Sums over a row are in lane order: lane j takes k = 8i + j, fused or plain as
-// written, zeros (or the neutral element) behind the end, then hsum. Roundings to the storage type are where the reference
-// model has them; bf16 inputs are widened exactly.
+// Each row's result depends on that row alone. Sums over a row are in lane order: lane j takes k = 8i + j, fused or
+// plain as written, zeros (or the neutral element) behind the end, then hsum. Roundings to the storage type are where
+// the reference model has them; bf16 inputs are widened exactly.
 #include <algorithm>
 
 #include "pool.h"
@@ -11,7 +11,7 @@
 namespace unison {
 namespace {
 
-constexpr int64_t kItemElements = 16 * 1024;  // of an item: several microseconds, or the row alone
+constexpr int64_t kItemElements = 48 * 1024;  // of an item: ten microseconds or more, so that waking a helper pays
 constexpr float kMinusInfinity = -__builtin_inff();
 
 // Runs body(row) for every row, in parallel only when there are several items' worth of elements.
@@ -22,7 +22,7 @@ template <class Body> void for_rows(int64_t rows, int64_t row_elements, const Bo
     });
 }
 
-// Calls body(k, n) for groups of n = 8 elements and for the shorter rest.
+// Calls whole(k) for each eight elements at k, and rest(k, n) for the n < 8 that may be left.
 template <class Whole, class Rest> UNISON_INLINE void eights(int64_t count, const Whole& whole, const Rest& rest) {
     int64_t k = 0;
     for (; k + 8 <= count; k += 8) whole(k);
@@ -47,7 +47,9 @@ template <class T> void norm_row(const Norm<T>& job, int64_t row) {
         T* residual = job.residual + row * job.residual_stride;
         eights(
             job.H, [&](int64_t k) { store8(residual + k, add8(load8(residual + k), load8(x + k))); },
-            [&](int64_t k, int n) { store_part(residual + k, add8(load_part(residual + k, n), load_part(x + k, n)), n); });
+            [&](int64_t k, int n) {
+                store_part(residual + k, add8(load_part(residual + k, n), load_part(x + k, n)), n);
+            });
         x = residual;
     }
     F8 squares = zero8();
@@ -135,7 +137,8 @@ struct RowSum {
     double log_sum;  // of e^(x - max)
 };
 
-// The maximum of the row, then e^(x - max) summed in blocks of 128: eight fp32 lanes within a block, the blocks in double.
+// The maximum of the row, then e^(x - max) summed in blocks of 128: eight fp32 lanes within a block, the blocks in
+// double.
 RowSum log_sum_exp(const float* x, int64_t V) {
     F8 best = set8(kMinusInfinity), odd = zero8();  // x - x is NaN for NaN and for the infinities
     eights(
@@ -159,7 +162,9 @@ RowSum log_sum_exp(const float* x, int64_t V) {
         F8 lanes = zero8();
         eights(
             std::min<int64_t>(128, V - k), [&](int64_t i) { lanes = add8(lanes, exp8(sub8(load8(x + k + i), shift))); },
-            [&](int64_t i, int n) { lanes = add8(lanes, exp8(sub8(load_part(x + k + i, n, kMinusInfinity), shift))); });
+            [&](int64_t i, int n) {
+                lanes = add8(lanes, exp8(sub8(load_part(x + k + i, n, kMinusInfinity), shift)));
+            });
         sum += static_cast<double>(hsum(lanes));
     }
     return {max, log_positive(sum)};
@@ -171,26 +176,27 @@ RowSum log_sum_exp(const float* x, int64_t V) {
 extern "C" {
 
 // Strides in elements throughout; residual may be null.
-#define UNISON_ROWS(SUFFIX, TYPE)                                                                                             \
-    UNISON_EXPORT void unison_rms_norm_##SUFFIX(const void* x, int64_t x_stride, void* residual, int64_t residual_stride,     \
-                                                const void* weight, float eps, void* out, int64_t out_stride, int64_t rows,   \
-                                                int64_t H) {                                                                  \
-        unison::run_norm<TYPE>({static_cast<const TYPE*>(x), static_cast<TYPE*>(residual), static_cast<const TYPE*>(weight),  \
-                                static_cast<TYPE*>(out), x_stride, residual_stride, out_stride, H, eps},                      \
-                               rows);                                                                                         \
-    }                                                                                                                         \
-    UNISON_EXPORT void unison_rope_##SUFFIX(void* q, int64_t q_token, int64_t q_head, int64_t q_heads, void* k,               \
-                                            int64_t k_token, int64_t k_head, int64_t k_heads, const float* cosine,            \
-                                            int64_t cosine_stride, const float* sine, int64_t sine_stride, int64_t tokens,    \
-                                            int64_t half) {                                                                   \
-        unison::run_rope<TYPE>({static_cast<TYPE*>(q), q_token, q_head, q_heads},                                             \
-                               {static_cast<TYPE*>(k), k_token, k_head, k_heads}, cosine, cosine_stride, sine, sine_stride,   \
-                               tokens, half);                                                                                 \
-    }                                                                                                                         \
-    UNISON_EXPORT void unison_silu_mul_##SUFFIX(const void* gate_up, int64_t stride, void* out, int64_t out_stride,           \
-                                                int64_t rows, int64_t inner) {                                                \
-        unison::run_silu_mul<TYPE>(static_cast<const TYPE*>(gate_up), stride, static_cast<TYPE*>(out), out_stride, rows,      \
-                                   inner);                                                                                    \
+#define UNISON_ROWS(SUFFIX, TYPE)                                                                                     \
+    UNISON_EXPORT void unison_rms_norm_##SUFFIX(const void* x, int64_t x_stride, void* residual,                      \
+                                                int64_t residual_stride, const void* weight, float eps, void* out,    \
+                                                int64_t out_stride, int64_t rows, int64_t H) {                        \
+        unison::run_norm<TYPE>({static_cast<const TYPE*>(x), static_cast<TYPE*>(residual),                            \
+                                static_cast<const TYPE*>(weight), static_cast<TYPE*>(out), x_stride,                  \
+                                residual_stride, out_stride, H, eps},                                                 \
+                               rows);                                                                                 \
+    }                                                                                                                 \
+    UNISON_EXPORT void unison_rope_##SUFFIX(void* q, int64_t q_token, int64_t q_head, int64_t q_heads, void* k,       \
+                                            int64_t k_token, int64_t k_head, int64_t k_heads,                         \
+                                            const float* cosine, int64_t cosine_stride, const float* sine,            \
+                                            int64_t sine_stride, int64_t tokens, int64_t half) {                      \
+        unison::run_rope<TYPE>({static_cast<TYPE*>(q), q_token, q_head, q_heads},                                     \
+                               {static_cast<TYPE*>(k), k_token, k_head, k_heads}, cosine, cosine_stride, sine,        \
+                               sine_stride, tokens, half);                                                            \
+    }                                                                                                                 \
+    UNISON_EXPORT void unison_silu_mul_##SUFFIX(const void* gate_up, int64_t stride, void* out,                       \
+                                                int64_t out_stride, int64_t rows, int64_t inner) {                    \
+        unison::run_silu_mul<TYPE>(static_cast<const TYPE*>(gate_up), stride, static_cast<TYPE*>(out),                \
+                                   out_stride, rows, inner);                                                          \
     }
 UNISON_ROWS(bf16, unison::bf16)
 UNISON_ROWS(f32, float)
@@ -211,8 +217,8 @@ UNISON_EXPORT void unison_row_logprobs(const float* x, int64_t stride, const int
         const unison::RowSum sum = unison::log_sum_exp(logits, V);
         const int64_t target = targets[row];
         const bool is_valid = target >= 0 && target < V;
-        const double shifted = is_valid ? static_cast<double>(logits[target]) - static_cast<double>(sum.max) : __builtin_nan("");
-        out[row] = static_cast<float>(shifted - sum.log_sum);
+        const double picked = is_valid ? static_cast<double>(logits[target]) : __builtin_nan("");
+        out[row] = static_cast<float>(picked - static_cast<double>(sum.max) - sum.log_sum);
     });
 }
 

@@ -1,8 +1,8 @@
 // Eight fp32 lanes, the only vector type of these kernels, and the arithmetic whose bits never depend on the machine.
 //
-// Everything here is made of IEEE operations that round correctly (add, mul, div, sqrt, fused multiply-add) and of integer
-// operations, in an order that is part of the definition. The AVX2, NEON and portable variants therefore give equal bits.
-// NaNs stay NaN; only their payload is unspecified in fp32, and narrowing to bf16 makes it 0x7FC0.
+// Everything here is made of IEEE operations that round correctly (add, mul, div, sqrt, fused multiply-add) and of
+// integer operations, in an order that is part of the definition. The AVX2, NEON and portable variants therefore give
+// equal bits. NaNs stay NaN; only their payload is unspecified in fp32, and narrowing to bf16 makes it 0x7FC0.
 //
 //   hsum    t[j] = a[j] + a[j+4] (j < 4), u[j] = t[j] + t[j+2] (j < 2), u[0] + u[1]
 //   max8    a > b ? a : b, lane by lane (b when unordered); min8 likewise with <
@@ -307,9 +307,9 @@ UNISON_INLINE float hmax(F8 a) {
     return v[0];
 }
 
-// e^x within 2 ulp for every x (results below 2^-126 are denormal and within one unit of 2^-149).
-// x = n ln2 + r with |r| <= ln2/2 (Cody and Waite, two constants, fused), e^r by its degree-7 Taylor polynomial (truncation
-// 5e-9 relative), then two exact powers of two, so that denormals and infinities come out of the last multiplication.
+// e^x within 2 ulp for every x (results below 2^-126 are denormal and within one unit of 2^-149). x = n ln2 + r with
+// |r| <= ln2/2 (Cody and Waite, two constants, fused), e^r by its degree-7 Taylor polynomial (truncation 5e-9
+// relative), then two exact powers of two, so that denormals and infinities come out of the last multiplication.
 // exp(-inf) = 0, exp(inf) = inf, NaN gives NaN.
 UNISON_INLINE F8 exp8(F8 x) {
     const F8 magic = set8(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
@@ -335,7 +335,8 @@ UNISON_INLINE F8 exp8(F8 x) {
 // x / (1 + e^-x); NaN gives NaN, -inf gives NaN as in torch.
 UNISON_INLINE F8 silu8(F8 x) { return div8(x, add8(set8(1.0f), exp8(sub8(zero8(), x)))); }
 
-// Natural logarithm of a positive, finite, normal double, relative error below 1e-13; no libm, whose bits differ between versions.
+// Natural logarithm of a positive, finite, normal double, relative error below 1e-13; no libm, whose bits differ
+// between versions.
 inline double log_positive(double x) {
     uint64_t word;
     std::memcpy(&word, &x, 8);

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-
 from unison.engine.kernels import Kernels, TorchKernels, differentiable, select_kernels
 
 

@@ -1,12 +1,12 @@
 """Building the native library: one file per machine, safe against rivals and missing compilers."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
 from unison.engine.kernels import build
 
 HAS_COMPILER = build.library() is not None
@@ -25,7 +25,15 @@ def run(program: str, **environment: str) -> subprocess.Popen[str]:
 
 @needs_compiler
 def test_two_builders_at_once_leave_one_library(tmp_path: Path) -> None:
-    program = "from unison.engine.kernels import build; print(build.library() is not None, build.build())"
+    few = tmp_path / "few"  # the pool alone is a library too, and quickly compiled
+    few.mkdir()
+    for name in ("pool.cpp", "pool.h"):
+        shutil.copy(build.NATIVE_DIR / name, few)
+    program = (
+        "from pathlib import Path; from unison.engine.kernels import build\n"
+        f"build.NATIVE_DIR = Path({str(few)!r})\n"
+        "print(build.library().unison_set_threads(2) == 2, build.build())"
+    )
     rivals = [run(program, UNISON_CACHE=str(tmp_path)) for _ in range(2)]
     answers = [rival.communicate(timeout=240) for rival in rivals]
     assert all(rival.returncode == 0 for rival in rivals), answers
@@ -70,7 +78,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 @needs_compiler
 def test_other_flags_are_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     first = build.Toolchain.find()
-    assert "-ffp-contract=off" in first.flags and not any("fast-math" in flag or "Ofast" in flag for flag in first.flags)
+    assert "-ffp-contract=off" in first.flags and not any(
+        "fast-math" in flag or "Ofast" in flag for flag in first.flags
+    )
     assert build._key(first) != build._key(build.Toolchain.find(["-DUNISON_SCALAR"]))
 
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from unison.engine.kernels import Kernels, NativeKernels, TorchKernels
 from unison.engine.kernels.build import library
 
@@ -85,7 +84,12 @@ def test_rope_rotates_halves_and_leaves_the_rest(kernels: Kernels, dtype: torch.
     cos, sin = angles.cos(), angles.sin()
     expected = []
     for x in (q, k):
-        a, b, c, s = x[..., :half].double(), x[..., half : 2 * half].double(), cos.double()[:, None], sin.double()[:, None]
+        a, b, c, s = (
+            x[..., :half].double(),
+            x[..., half : 2 * half].double(),
+            cos.double()[:, None],
+            sin.double()[:, None],
+        )
         expected.append((torch.cat((a * c - b * s, b * c + a * s, x[..., 2 * half :].double()), -1), a.abs() + b.abs()))
     qkv = torch.cat((q.flatten(1), k.flatten(1)), dim=1)  # as the decoder has them: views of one matrix
     q_view, k_view = qkv[:, : 3 * head].view(5, 3, head), qkv[:, 3 * head :].view(5, 2, head)

@@ -4,7 +4,6 @@ import ctypes
 
 import pytest
 import torch
-
 from unison.engine.kernels import NativeKernels
 from unison.engine.kernels.build import BuildError, build, library, load
 
@@ -79,7 +78,11 @@ def test_linear_of_strided_and_unaligned_views(kernels: NativeKernels, dtype: to
 @DTYPES
 def test_row_operations_are_the_same_for_every_batch(kernels: NativeKernels, threads: int, dtype: torch.dtype) -> None:
     """R3: norm, gate, rotary embedding and log-softmax of a row, alone and in company."""
-    x, weight, residual = random(70, 576, dtype=dtype), random(576, dtype=dtype, seed=1), random(70, 576, dtype=dtype, seed=2)
+    x, weight, residual = (
+        random(70, 576, dtype=dtype),
+        random(576, dtype=dtype, seed=1),
+        random(70, 576, dtype=dtype, seed=2),
+    )
     logits, targets = random(70, 3001, dtype=torch.float32, seed=3), torch.arange(70)
     cos, sin = random(70, 32, dtype=torch.float32, seed=4).cos(), random(70, 32, dtype=torch.float32, seed=4).sin()
 
@@ -106,13 +109,18 @@ def scalar() -> NativeKernels:
 
 
 @DTYPES
-def test_the_portable_variant_gives_the_same_bits(kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype) -> None:
+def test_the_portable_variant_gives_the_same_bits(
+    kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype
+) -> None:
     """R3: the order of reduction is a definition, not the machine's: portable C++ equals the vector unit."""
     assert scalar.describe()["variant"] == "scalar"
     for m, n, k in ((1, 9, 40), (2, 5, 16), (3, 13, 1), (11, 21, 1601), (4, 4, 33)):
         x, w, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         x[0, 0] = float("inf")
-        for one, other in ((kernels.linear(x, w, bias), scalar.linear(x, w, bias)), (kernels.logits(x, w), scalar.logits(x, w))):
+        for one, other in (
+            (kernels.linear(x, w, bias), scalar.linear(x, w, bias)),
+            (kernels.logits(x, w), scalar.logits(x, w)),
+        ):
             assert torch.equal(bits(one), bits(other))
     x, weight = random(5, 77, dtype=dtype), random(77, dtype=dtype, seed=1)
     assert torch.equal(kernels.rms_norm(x, weight, 1e-5), scalar.rms_norm(x, weight, 1e-5))
@@ -146,7 +154,12 @@ def test_exp_is_within_two_units_and_equal_in_both_variants(scalar: NativeKernel
     assert bool((got[~in_range] == float("inf")).all())
     special = torch.tensor([float("-inf"), float("inf"), float("nan"), 0.0, -0.0, -1000.0, 1000.0, -104.0])
     values = exponential(lib, special).tolist()
-    assert values[0] == 0.0 and values[1] == float("inf") and values[2] != values[2] and values[3:] == [1, 1, 0, values[1], 0]
+    assert (
+        values[0] == 0.0
+        and values[1] == float("inf")
+        and values[2] != values[2]
+        and values[3:] == [1, 1, 0, values[1], 0]
+    )
     whole = torch.cat((x, special))
     assert torch.equal(bits(exponential(lib, whole)), bits(exponential(scalar._lib, whole)))
 

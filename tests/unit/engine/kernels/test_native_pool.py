@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-
 from unison.engine.kernels import NativeKernels
 from unison.engine.kernels.build import library
 

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-
 from unison.engine.kernels import NativeKernels, TorchKernels, select_kernels
 from unison.engine.kernels.build import library
 from unison.engine.kernels.torch_kernels import probe_recipe
@@ -73,6 +72,8 @@ def test_native_code_can_be_turned_off() -> None:
     )
     for value, expected in (("torch", "turned off by UNISON_KERNELS=torch"), ("fast", "takes 'native' or 'torch'")):
         environment = {**os.environ, "UNISON_KERNELS": value}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("torch |") and done.stdout.count(expected) == 2
