@@ -64,7 +64,7 @@ def test_an_incomplete_model_directory_is_named_as_such(tmp_path: Path) -> None:
 
 def test_an_unreachable_index_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No network: the message says what was tried and the two ways out, and nothing is left behind."""
-    # An empty index on disk answers like a network that isn't there, only at once; pip's own configuration would help it.
+    # An empty folder as the only index answers like a network that isn't there, only at once.
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -117,8 +117,8 @@ def test_damage_is_found(model_dir: Path, tmp_path: Path, damage: str) -> None:
         (folder / "generation_config.json").write_text(json.dumps({**content, "eos_token_id": 2}))
     else:
         (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    words = {"tensors": "digest", "tokenizer": "tokenizer turns", "eos": "ends at 2", "template": "chat template renders"}
-    with pytest.raises(FetchError, match=words[damage]):
+    complaint = {"tensors": "digest", "tokenizer": "tokenizer turns", "eos": "ends at 2", "template": "template renders"}
+    with pytest.raises(FetchError, match=complaint[damage]):
         check_directory(SMOLLM2_135M, folder)
 
 
