@@ -117,7 +117,7 @@ def test_damage_is_found(model_dir: Path, tmp_path: Path, damage: str) -> None:
         (folder / "generation_config.json").write_text(json.dumps({**content, "eos_token_id": 2}))
     else:
         (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    complaint = {"tensors": "digest", "tokenizer": "tokenizer turns", "eos": "ends at 2", "template": "template renders"}
+    complaint = {"tensors": "digest", "tokenizer": "turns", "eos": "ends at 2", "template": "template renders"}
     with pytest.raises(FetchError, match=complaint[damage]):
         check_directory(SMOLLM2_135M, folder)
 
