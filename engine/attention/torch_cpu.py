@@ -3,7 +3,7 @@
 Owns: how scaled_dot_product_attention must be called for a query's bits not to depend on phase, batch or chunk
 (exact=True), and the fastest way to call it (exact=False). Differentiable over packed sequences.
 
-Exact calls go through the flash kernel with an explicit additive mask (its causal shortcut cuts the keys at a place that
+Exact calls go through the flash kernel with an explicit additive mask (its causal shortcut cuts keys at a place that
 depends on the chunk), one sequence at a time except in decode, with keys and values zero-padded to a fixed multiple and
 query rows to a multiple of four, so that the kernel's inner matrix products are of the same kind whatever the lengths.
 In float32 MKL must also have been told to be reproducible before its first product (environment

@@ -14,8 +14,9 @@
 // Sources: the online softmax, Milakov and Gimelshein 2018; the partitioned decode, Dao et al., Flash-Decoding, 2023.
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -30,7 +31,6 @@ namespace {
 // Query rows that read the keys in one pass, so that widening them first doesn't pay.
 constexpr int kFewRows = 4;
 constexpr size_t kMaxWorkspaceBytes = size_t{64} << 20;
-
 
 // Consecutive queries of one sequence that share one pass over the keys.
 struct Unit {
@@ -115,7 +115,8 @@ void attend_tile(const Call& call, const Unit& unit, int64_t start, int64_t from
 }
 
 // All rows of the tile over one partition's keys, into tile.part.
-template <class T> bool attend_partition(Call& call, const Unit& unit, const Item& item, int64_t partition, Tile& tile) {
+template <class T>
+bool attend_partition(const Call& call, const Unit& unit, const Item& item, int64_t partition, Tile& tile) {
     const AttentionKeys& layer = *call.keys;
     const int64_t dim = layer.head_dim, rows_per_head = unit.rows * call.heads_per_kv();
     const int64_t n = rows_per_head * item.num_kv_heads;
@@ -171,7 +172,8 @@ template <class T> void run_item(Call& call, Plan& plan, const Item& item) {
     const int64_t n = unit.rows * call.heads_per_kv() * item.num_kv_heads;
     Tile tile(n, dim);
     for_each_row(call, unit, item, [&](int64_t row, int64_t token, int64_t head) {
-        const T* q = static_cast<const T*>(call.q) + token * call.rows->q_token_stride + head * call.rows->q_head_stride;
+        const T* q = static_cast<const T*>(call.q);
+        q += token * call.rows->q_token_stride + head * call.rows->q_head_stride;
         for (int64_t d = 0; d < dim; d += 8) store8(tile.q + row * dim + d, load8(q + d));
     });
     if (item.partial >= 0) {
@@ -219,9 +221,9 @@ Status make_units(const Call& call, std::vector<Unit>& units) {
     return token == rows.num_tokens ? kOk : kBadStarts;
 }
 
-// Cuts units into items. Few query rows take all KV heads together, which reads the slots in the order in which they lie,
-// if that leaves enough items for the threads. Partitions become items of their own where the largest unit would keep the
-// other threads waiting.
+// Cuts units into items. Few query rows take all KV heads together, which reads the slots in the order in which they
+// lie, if that leaves enough items for the threads. Partitions become items of their own where the largest unit would
+// keep the other threads waiting.
 void make_items(const Call& call, Plan& plan) {
     const int64_t split = call.rows->split_tokens, kv_heads = call.keys->num_kv_heads, dim = call.keys->head_dim;
     const int64_t heads = call.heads_per_kv(), threads = num_threads();

@@ -1,5 +1,5 @@
-// What one attention call is given, and where its keys and values lie: the structs that Python fills in, and the look-up of
-// up to 32 positions through the block table. Knows nothing of arithmetic or threads.
+// What one attention call is given, and where its keys and values lie: the structs that Python fills in, and the look-up
+// of up to 32 positions through the block table. Knows nothing of arithmetic or threads.
 #pragma once
 
 #include <algorithm>

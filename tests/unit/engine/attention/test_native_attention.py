@@ -216,7 +216,7 @@ def test_unsupported_settings_are_refused(native: Callable) -> None:
 
 @pytest.mark.parametrize("window", [0, 90])
 def test_gradients_across_strips(native: Callable, sequences: Callable, window: int) -> None:
-    """Sequences longer than a strip of the backward, against the reference's autograd; the forward's bits don't change."""
+    """Sequences longer than a strip of the backward, against the reference's; the forward's bits don't change."""
     case = sequences([300, 2], heads=(4, 2), window=window)
     tensors, weight, grads = (case.q, case.k, case.v), torch.randn(case.q.shape), []
     plain = case.packed(native(SPLIT))
