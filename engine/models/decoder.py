@@ -1,0 +1,75 @@
+"""Decoder: the one model definition, for the engine (cached, no gradient) and the trainer (packed, autograd).
+
+Owns: the order of operations of a pre-norm transformer decoder (Llama and its relatives). All arithmetic goes through
+`Kernels`, all attention through the caller's `attend`; whether there is a cache is the caller's business. Stateless but
+for the rotary table.
+
+Shapes (legend of the package): T tokens · H query heads · Hk KV heads · D head dim · R rows that need logits · V vocabulary.
+Source: Touvron et al. 2023 (LLaMA), sec. 2.2; GQA: Ainslie et al. 2023; q/k norm: Qwen3; NoPE layers: SmolLM3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels import Kernels, differentiable
+from .layout import DecoderWeights, LayerWeights
+from .spec import ModelSpec
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) → [T, H, D]; q and k are rotated."""
+
+
+class Decoder:
+    """Runs any weight set of its spec. Invariant R3: a token's output depends on its own sequence alone."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.kernels = kernels
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = spec.rope.table(spec.max_position_embeddings)
+            self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def forward(self, weights: DecoderWeights, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, hidden] after the final norm.
+
+        Shapes: token ids and positions int64 [T].
+        """
+        kernels, eps = self.kernels, self.spec.rms_norm_eps
+        cos, sin = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+        residual = torch.nn.functional.embedding(token_ids_T, weights.embedding)
+        hidden = differentiable.rms_norm(kernels, residual, weights.layers[0].input_norm, eps)
+        next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            branch = self._attention(index, layer, hidden, cos, sin, attend)
+            residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps)
+            gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias)
+            branch = differentiable.linear(kernels, differentiable.silu_mul(kernels, gate_up), layer.down, layer.down_bias)
+            residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps)
+        return hidden
+
+    def logits(self, weights: DecoderWeights, hidden_RH: Tensor) -> Tensor:
+        """Logits of the next token, float32 [R, V]."""
+        return differentiable.logits(self.kernels, hidden_RH, weights.head)
+
+    def _attention(
+        self, index: int, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
+        spec, kernels = self.spec, self.kernels
+        num_tokens, head_dim = hidden.shape[0], spec.head_dim
+        qkv = differentiable.linear(kernels, hidden, layer.qkv, layer.qkv_bias)
+        heads = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, head_dim)
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
+        if spec.rope_layers[index]:
+            q, k = differentiable.rope(kernels, q, k, cos, sin)
+        out = attend(index, q, k, v)
+        return differentiable.linear(kernels, out.reshape(num_tokens, spec.num_heads * head_dim), layer.o, layer.o_bias)
+
+    def _head_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        flat = heads.reshape(-1, self.spec.head_dim)
+        return differentiable.rms_norm(self.kernels, flat, weight, self.spec.rms_norm_eps).view(heads.shape)
