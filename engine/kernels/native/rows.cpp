@@ -6,13 +6,13 @@
 #include <algorithm>
 
 #include "pool.h"
+#include "row_sum.h"
 #include "simd.h"
 
 namespace unison {
 namespace {
 
 constexpr int64_t kItemElements = 48 * 1024;  // of an item: ten microseconds or more, so that waking a helper pays
-constexpr float kMinusInfinity = -__builtin_inff();
 
 // Runs body(row) for every row, in parallel only when there are several items' worth of elements.
 template <class Body> void for_rows(int64_t rows, int64_t row_elements, const Body& body) {
@@ -20,13 +20,6 @@ template <class Body> void for_rows(int64_t rows, int64_t row_elements, const Bo
     parallel_for((rows + per_item - 1) / per_item, [&](int64_t item, int) {
         for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) body(r);
     });
-}
-
-// Calls whole(k) for each eight elements at k, and rest(k, n) for the n < 8 that may be left.
-template <class Whole, class Rest> UNISON_INLINE void eights(int64_t count, const Whole& whole, const Rest& rest) {
-    int64_t k = 0;
-    for (; k + 8 <= count; k += 8) whole(k);
-    if (k < count) rest(k, static_cast<int>(count - k));
 }
 
 // ---- norm ----
@@ -130,46 +123,6 @@ void run_silu_mul(const T* gate_up, int64_t stride, T* out, int64_t out_stride, 
     });
 }
 
-// ---- log-softmax ----
-
-struct RowSum {
-    float max;
-    double log_sum;  // of e^(x - max)
-};
-
-// The maximum of the row, then e^(x - max) summed in blocks of 128: eight fp32 lanes within a block, the blocks in
-// double.
-RowSum log_sum_exp(const float* x, int64_t V) {
-    F8 best = set8(kMinusInfinity), odd = zero8();  // x - x is NaN for NaN and for the infinities
-    eights(
-        V,
-        [&](int64_t k) {
-            const F8 v = load8(x + k);
-            best = max8(v, best);
-            odd = add8(odd, sub8(v, v));
-        },
-        [&](int64_t k, int n) { best = max8(load_part(x + k, n, kMinusInfinity), best); });
-    const float max = hmax(best);
-    for (int64_t k = V / 8 * 8; k < V; ++k)
-        if (x[k] != x[k]) return {x[k], 0.0};
-    if (hsum(odd) != 0.0f)  // rare: tell NaN (the answer is NaN) from an infinity
-        for (int64_t k = 0; k < V; ++k)
-            if (x[k] != x[k]) return {x[k], 0.0};
-    if (max == kMinusInfinity || max == -kMinusInfinity) return {max, 0.0};
-    double sum = 0.0;
-    const F8 shift = set8(max);
-    for (int64_t k = 0; k < V; k += 128) {
-        F8 lanes = zero8();
-        eights(
-            std::min<int64_t>(128, V - k), [&](int64_t i) { lanes = add8(lanes, exp8(sub8(load8(x + k + i), shift))); },
-            [&](int64_t i, int n) {
-                lanes = add8(lanes, exp8(sub8(load_part(x + k + i, n, kMinusInfinity), shift)));
-            });
-        sum += static_cast<double>(hsum(lanes));
-    }
-    return {max, log_positive(sum)};
-}
-
 }  // namespace
 }  // namespace unison
 
@@ -214,11 +167,7 @@ UNISON_EXPORT void unison_row_logprobs(const float* x, int64_t stride, const int
                                        int64_t V) {
     unison::for_rows(rows, V * 4, [&](int64_t row) {
         const float* logits = x + row * stride;
-        const unison::RowSum sum = unison::log_sum_exp(logits, V);
-        const int64_t target = targets[row];
-        const bool is_valid = target >= 0 && target < V;
-        const double picked = is_valid ? static_cast<double>(logits[target]) : __builtin_nan("");
-        out[row] = static_cast<float>(picked - static_cast<double>(sum.max) - sum.log_sum);
+        out[row] = unison::log_prob(logits, V, targets[row], unison::log_sum_exp(logits, V));
     });
 }
 
