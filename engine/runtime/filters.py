@@ -59,7 +59,8 @@ class FilteredRow:
         self._vocab_size = vocab_size
         self._num_prompt = len(prompt) if params.repetition_penalty != 1.0 else 0
         self._num_generated = len(generated)
-        self._has_history = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self._has_history = penalties != (1.0, 0.0, 0.0)
         self._history = np.array([*prompt[: self._num_prompt], *generated] if self._has_history else [], dtype=np.int64)
         self._length = len(self._history)
         self._stops = self._known(sorted(eos_ids))
@@ -102,7 +103,7 @@ class FilteredRow:
             logits_V[ids] = (logits_V[ids] + self._bias.to(logits_V.device)).clamp(max=_LARGEST)
 
     def ban_(self, allowed_V: Tensor) -> None:
-        """Take what must not be drawn now out of a mask that starts all true: not allowed, bad, stops that come too early."""
+        """Take what must not be drawn now out of a mask that starts all true: not allowed, bad, stops too early."""
         if self._allowed is not None:
             allowed_V.zero_()
             allowed_V[self._allowed.to(allowed_V.device)] = True
@@ -166,8 +167,8 @@ def scaled(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
 def draw(scaled_RV: Tensor, allowed_RV: Tensor | None, limits: RowLimits, uniform_R: Tensor) -> Drawn:
     """Keep what bans and limits leave, and draw from it by inverse CDF in ascending order of ids.
 
-    `scaled_RV` comes from `scaled`, each row with a finite maximum; `allowed_RV` None allows all. Greedy rows keep their
-    most probable allowed token, the lowest id of equals.
+    `scaled_RV` comes from `scaled`, each row with a finite maximum; `allowed_RV` None allows all. Greedy rows keep
+    their most probable allowed token, the lowest id of equals.
     """
     vocab_size = scaled_RV.shape[1]
     banned = scaled_RV if allowed_RV is None else scaled_RV.masked_fill(~allowed_RV, float("-inf"))
@@ -185,10 +186,10 @@ def draw(scaled_RV: Tensor, allowed_RV: Tensor | None, limits: RowLimits, unifor
     target = torch.minimum((uniform_R * kept_sum.double()).long(), kept_sum - 1).clamp_(min=0)
     token = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1).clamp_(max=vocab_size - 1)
     token = torch.where(is_empty, torch.zeros_like(token), token)
-    log_sum = (kept_sum.double() / _ONE).log()
+    log_sum = _log(kept_sum.double() / _ONE)
     log_kept = banned.gather(1, token.unsqueeze(1)).squeeze(1).double() - top_R.double() - log_sum
     whole_top = scaled_RV.amax(-1)
-    log_whole = (_weights(scaled_RV, whole_top).sum(-1).double() / _ONE).log() + whole_top.double()
+    log_whole = _log(_weights(scaled_RV, whole_top).sum(-1).double() / _ONE) + whole_top.double()
     is_whole = (kept | (scaled_RV == float("-inf"))).all(-1)
     log_mass = torch.where(is_whole, 0.0, log_sum + top_R.double() - log_whole)
     return Drawn(token, log_kept, log_mass, is_empty)
@@ -197,11 +198,14 @@ def draw(scaled_RV: Tensor, allowed_RV: Tensor | None, limits: RowLimits, unifor
 def _weights(scaled_RV: Tensor, top_R: Tensor) -> Tensor:
     """Fixed-point e^(z - top), int64 [R, V]."""
     below = scaled_RV.double() - top_R.double().unsqueeze(1)
-    if below.is_cpu:  # torch's exp differs between the middle and the end of a run, which depends on its threads
-        below = torch.from_numpy(np.exp(below.numpy()))
-    else:
-        below = below.exp()
-    return (below * _ONE).round().long()
+    # On the CPU torch's exp and log differ between the middle and the end of a run, which depends on its threads.
+    exponential = torch.from_numpy(np.exp(below.numpy())) if below.is_cpu else below.exp()
+    return (exponential * _ONE).round().long()
+
+
+def _log(x_R: Tensor) -> Tensor:
+    with np.errstate(divide="ignore"):  # of an empty support
+        return torch.from_numpy(np.log(x_R.numpy())) if x_R.is_cpu else x_R.log()
 
 
 def _kept(banned_RV: Tensor, weights_RV: Tensor, limits: RowLimits) -> Tensor:

@@ -1,8 +1,8 @@
 """Random numbers by counting: one uniform per (seed, sample index, position), whoever else draws (R3).
 
-Owns: Philox4x32-10 in numpy and in torch; the native sampler has a third copy with the same bits. There is no state: the
-64-bit seed is the key and (position, sample index) the 128-bit counter, so a draw doesn't depend on draws before it, on
-the batch or on the device.
+Owns: Philox4x32-10 in numpy and in torch; the native sampler has a third copy with the same bits. There is no state:
+the 64-bit seed is the key and (position, sample index) the 128-bit counter, so a draw doesn't depend on draws before
+it, on the batch or on the device.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 Shapes: R draws.
@@ -53,7 +53,8 @@ def uniforms(seeds_R: np.ndarray, samples_R: np.ndarray, positions_R: np.ndarray
 
     Shapes: int64 [R] each, not negative.
     """
-    seeds, samples, positions = (np.asarray(part, dtype=np.int64).astype(np.uint64) for part in (seeds_R, samples_R, positions_R))
+    parts = (seeds_R, samples_R, positions_R)
+    seeds, samples, positions = (np.asarray(part, dtype=np.int64).astype(np.uint64) for part in parts)
     mask, half = np.uint64(_MASK), np.uint64(32)
     counter = np.stack((positions & mask, positions >> half, samples & mask, samples >> half))
     words = philox_words(counter, np.stack((seeds & mask, seeds >> half)))

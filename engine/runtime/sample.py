@@ -38,8 +38,8 @@ from ..kernels.build import library
 from .filters import FilteredRow, RowLimits, draw, is_plain, scaled
 from .rng import uniforms_torch
 
-CHUNK_ELEMENTS = 2**20
-"""Logits that the torch path works on at once; it bounds its temporaries to some 100 MB."""
+CPU_CHUNK, DEVICE_CHUNK = 2**20, 2**23
+"""Logits that the torch path works on at once; its temporaries take some 100 bytes for each."""
 
 
 class SampleStatus(IntEnum):
@@ -92,14 +92,16 @@ class Sampled:
     def empty(cls, num_rows: int, device: torch.device) -> Sampled:
         """Room for `num_rows` rows, contents unspecified."""
         integers = torch.empty(num_rows, dtype=torch.int64, device=device)
-        floats = [torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3)]
-        return cls(integers, *floats, torch.empty(num_rows, dtype=torch.uint8, device=device), ())
+        first, second, third = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
+        return cls(integers, first, second, third, torch.empty(num_rows, dtype=torch.uint8, device=device), ())
 
 
 class SamplingBatch:
     """The rows of a step as tensors, which `advance` moves one token on. Made by `Sampler.prepare`."""
 
-    def __init__(self, rows: Sequence[RowSampling], generated: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[RowSampling], generated: Sequence[Sequence[int]], vocab_size: int, device: torch.device
+    ) -> None:
         params = [row.params for row in rows]
         self.num_rows = len(rows)
         self.seeds_R = torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device)
@@ -114,7 +116,9 @@ class SamplingBatch:
         )
         self.num_top = tuple(each.logprobs for each in params)
         plain = [is_plain(each) for each in params]
-        self.plain_rows = torch.tensor([i for i, is_one in enumerate(plain) if is_one], dtype=torch.int64, device=device)
+        self.plain_rows = torch.tensor(
+            [i for i, is_one in enumerate(plain) if is_one], dtype=torch.int64, device=device
+        )
         self.filtered_rows = tuple(i for i, is_one in enumerate(plain) if not is_one)
         self.filtered = tuple(
             FilteredRow(rows[i].params, rows[i].eos_ids, rows[i].window, (rows[i].prompt_ids, generated[i]), vocab_size)
@@ -144,8 +148,8 @@ class _NativeCall(ctypes.Structure):
     """Arguments of `unison_sample_plain`; see native/sample.cpp."""
 
     _fields_ = [
-        ("logits", ctypes.c_void_p), ("stride", ctypes.c_int64), ("rows", ctypes.c_int64), ("vocab_size", ctypes.c_int64),
-        ("temperatures", ctypes.c_void_p), ("seeds", ctypes.c_void_p), ("samples", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p), ("stride", ctypes.c_int64), ("rows", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64), ("temperatures", ctypes.c_void_p), ("seeds", ctypes.c_void_p), ("samples", ctypes.c_void_p),
         ("positions", ctypes.c_void_p), ("tokens", ctypes.c_void_p), ("logprobs", ctypes.c_void_p),
         ("raw_logprobs", ctypes.c_void_p), ("log_support_mass", ctypes.c_void_p), ("status", ctypes.c_void_p),
     ]  # fmt: skip
@@ -171,7 +175,7 @@ class Sampler:
         Raises: ValueError where the two differ in length.
         """
         if len(rows) != len(generated):
-            raise ValueError(f"{len(rows)} rows came with {len(generated)} lists of generated tokens; each row needs one")
+            raise ValueError(f"{len(rows)} rows came with {len(generated)} lists of tokens; each row needs one")
         return SamplingBatch(rows, generated, self._vocab_size, self._device)
 
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> Sampled:
@@ -197,14 +201,16 @@ class Sampler:
         return result
 
     def top_logprobs(self, logits_RV: Tensor, k: int) -> list[TopLogprobs]:
-        """The k most probable tokens of each row by raw log-prob, descending, of equals the lower id first.
+        """The k >= 1 most probable tokens of each row by raw log-prob, descending, of equals the lower id first.
 
         Shapes: float32 [R, V]. A vocabulary of fewer tokens gives them all. NaN counts as improbable.
         """
         k = min(k, self._vocab_size)
-        ids = torch.stack([_top_ids(row, k) for row in logits_RV]) if len(logits_RV) else torch.zeros(0, k, dtype=torch.int64)
+        if not len(logits_RV):
+            return []
+        ids = torch.stack([_top_ids(row, k) for row in logits_RV])
         columns = [self.kernels.row_logprobs(logits_RV, ids[:, j].contiguous()) for j in range(k)]
-        values = torch.stack(columns, dim=1).tolist() if columns else [[] for _ in ids]
+        values = torch.stack(columns, dim=1).tolist()
         return [TopLogprobs(tuple(row), tuple(value)) for row, value in zip(ids.tolist(), values, strict=True)]
 
     def _check(self, logits: Tensor, num_rows: int) -> None:
@@ -223,8 +229,8 @@ class Sampler:
             return
         call = _NativeCall(
             logits.data_ptr(), logits.stride(0), batch.num_rows, self._vocab_size, batch.plain_temperature_R.data_ptr(),
-            batch.seeds_R.data_ptr(), batch.samples_R.data_ptr(), batch.positions_R.data_ptr(), result.token_ids.data_ptr(),
-            result.logprobs.data_ptr(), result.raw_logprobs.data_ptr(), result.log_support_mass.data_ptr(),
+            batch.seeds_R.data_ptr(), batch.samples_R.data_ptr(), batch.positions_R.data_ptr(),
+            result.token_ids.data_ptr(), result.logprobs.data_ptr(), result.raw_logprobs.data_ptr(), result.log_support_mass.data_ptr(),
             result.status.data_ptr(),
         )  # fmt: skip
         self._draw_plain(ctypes.byref(call))
@@ -236,14 +242,21 @@ class Sampler:
         if not len(rows):
             return
         uniform_R = uniforms_torch(batch.seeds_R[rows], batch.samples_R[rows], batch.positions_R[rows])
-        size = max(1, CHUNK_ELEMENTS // self._vocab_size)
+        size = max(1, (CPU_CHUNK if logits.is_cpu else DEVICE_CHUNK) // self._vocab_size)
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
             limits = batch.limits.select(part, bool(filtered))
-            self._draw_chunk(logits[part], limits, (part, uniform_R[first : first + size]), filtered[first : first + size], result)
+            self._draw_chunk(
+                logits[part], limits, (part, uniform_R[first : first + size]), filtered[first : first + size], result
+            )
 
     def _draw_chunk(
-        self, logits: Tensor, limits: RowLimits, part: tuple[Tensor, Tensor], filtered: tuple[FilteredRow, ...], result: Sampled
+        self,
+        logits: Tensor,
+        limits: RowLimits,
+        part: tuple[Tensor, Tensor],
+        filtered: tuple[FilteredRow, ...],
+        result: Sampled,
     ) -> None:
         """`logits` are a copy of the rows `part[0]`, their uniforms `part[1]`."""
         rows, uniform_R = part
@@ -264,7 +277,8 @@ class Sampler:
         logprobs = torch.where(is_whole, full, drawn.log_kept_R.float()).masked_fill(is_greedy, 0.0)
         mass = torch.where(is_greedy, full, drawn.log_mass_R.float())
         raw = self.kernels.row_logprobs(logits, token_ids)
-        status = torch.where(is_broken, int(SampleStatus.NON_FINITE_LOGITS), int(SampleStatus.EMPTY_SUPPORT) * drawn.is_empty_R)
+        empty = drawn.is_empty_R * int(SampleStatus.EMPTY_SUPPORT)
+        status = torch.where(is_broken, int(SampleStatus.NON_FINITE_LOGITS), empty)
         is_bad = status != SampleStatus.OK
         result.token_ids[rows] = token_ids.masked_fill(is_bad, 0)
         result.logprobs[rows] = logprobs.masked_fill(is_bad, float("nan"))
