@@ -30,10 +30,11 @@ from ..ipc.types import (
     ScoreOutput,
     TokenDelta,
 )
-from .build import EngineParts, build
+from .assembly import EngineParts, assemble
 from .config import EngineConfig
 from .guard import InstalledVersion
 from .metrics import EngineStats
+from .status import EngineStatus, status_of
 from .models.loader import load
 from .models.layout import DecoderWeights, WeightLayout
 from .models.spec import ModelSpec
@@ -75,8 +76,10 @@ class Engine:
         self.config = config or EngineConfig()
         self.spec = spec
         self._clock = clock
-        self._parts: EngineParts = build(spec, weights, self.config, ordinal)
-        self._num_batches = 0
+        self._parts: EngineParts = assemble(spec, weights, self.config, ordinal)
+        self._num_requests = 0
+        self._num_preemptions = 0
+        self._kept: list[StepOutput] = []
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -104,7 +107,8 @@ class Engine:
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         eos_ids = () if params.ignore_eos else self.spec.eos_token_ids
         stop_ids = frozenset((*eos_ids, *params.stop_token_ids))
-        parts.scheduler.submit(Request(request, parts.next_arrival(), seed, stop_ids))
+        self._num_requests += 1
+        parts.scheduler.submit(Request(request, self._num_requests, seed, stop_ids))
         parts.metrics.on_submit(request.request_id, self._clock())
 
     def abort(self, request_id: str) -> bool:
@@ -114,12 +118,16 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while `step` has something to run or to report."""
-        return self._parts.scheduler.has_work
+        return self._parts.scheduler.has_work or bool(self._kept)
 
     def step(self) -> StepOutput:
         """Advance by one step: at most one token per running sequence, and a share of the waiting prompts."""
-        events = self._advance()
-        return StepOutput(events.deltas(), events.outputs())
+        kept, self._kept = self._kept, []
+        outputs = [*kept, self._advance()]
+        return StepOutput(
+            tuple(delta for output in outputs for delta in output.deltas),
+            tuple(done for output in outputs for done in output.finished),
+        )
 
     def run_batch(
         self,
@@ -163,6 +171,7 @@ class Engine:
             raise InvalidRequestError("continuation" if prompt else "prompt_ids", "is empty; scoring needs at least one token")
         params = SamplingParams(max_tokens=0, prompt_logprobs=top_k, seed=0)
         with self._parts.guard.hold_generation():
+            self._parts.stepper.flip()
             version = self.live_version.ordinal if pin_version is None else pin_version
             (output,) = self.run_batch([[*prompt, *continuation]], params, pin_version=version)
         first = len(prompt) - 1
@@ -221,8 +230,12 @@ class Engine:
             return self._parts.stepper.flip()
 
     def stats(self) -> EngineStats:
-        """Counters, gauges, percentiles, versions, and whether this machine keeps the promise of exactness."""
-        return self._parts.stats()
+        """Counters and percentiles since the engine was built."""
+        return self._parts.metrics.snapshot()
+
+    def status(self) -> EngineStatus:
+        """Gauges, versions, which kernels compute, and whether this machine keeps the promise of exactness."""
+        return status_of(self._parts)
 
     def warm_up(self) -> None:
         """Run one short prompt so that the first request doesn't pay for first touches and captures (S9)."""
@@ -232,13 +245,31 @@ class Engine:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> StepEvents:
+    def _advance(self) -> StepOutput:
         parts = self._parts
-        started = self._clock()
-        with parts.guard.hold_generation():
-            events = parts.stepper.advance()
-        parts.record(events, started, self._clock())
-        return events
+        started_s = self._clock()
+        try:
+            with parts.guard.hold_generation():
+                events = parts.stepper.advance()
+        finally:
+            preempted, self._num_preemptions = self._num_preemptions, parts.scheduler.num_preemptions
+            parts.metrics.on_preempt(self._num_preemptions - preempted)
+        self._measure(events, started_s, self._clock())
+        return StepOutput(events.deltas(), events.outputs())
+
+    def _measure(self, events: StepEvents, started_s: float, now_s: float) -> None:
+        metrics, plan = self._parts.metrics, self._parts.stepper.last_plan
+        if plan.batches:
+            num_decodes = sum(len(batch.decodes) for batch in plan.batches)
+            metrics.on_step(num_decodes, sum(batch.num_tokens for batch in plan.batches) - num_decodes, now_s - started_s)
+        for seq, first in events.pending:
+            if first == 0 and seq.generated:
+                metrics.on_first_token(seq.request.request_id, seq.index, now_s)
+            if seq.finish_reason is not None:
+                metrics.on_finish(seq.request.request_id, seq.index, seq.finish_reason, len(seq.generated), now_s)
+        for request in events.finished:
+            metrics.on_prefix_hit(request.num_cached_tokens)
+            metrics.forget(request.request_id)
 
     def _batch_requests(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None, n: int, pin: int | None
@@ -246,30 +277,44 @@ class Engine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError("params", f"has {len(each)} entries for {len(prompts)} prompts; give one each, or one for all")
-        self._num_batches += 1
+        batch = secrets.token_hex(8)
         return [
-            GenerateRequest(f"batch-{self._num_batches}-{index}", tuple(prompt), own, n, pin_version=pin)
+            GenerateRequest(f"batch-{batch}-{index}", tuple(prompt), own, n, pin_version=pin)
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]
 
     def _run(self, requests: list[GenerateRequest]) -> list[RequestOutput]:
         """Submit, step until all are done, and leave nothing behind, whatever happens."""
-        done: dict[str, RequestOutput] = {}
         wanted = {request.request_id for request in requests}
-        submitted: list[str] = []
+        done: dict[str, RequestOutput] = {}
         try:
             for request in requests:
                 self.submit(request)
-                submitted.append(request.request_id)
             while len(done) < len(requests):
-                events = self._advance()
-                self._parts.keep_for_step(events, wanted)
-                done.update((output.request_id, output) for output in events.outputs() if output.request_id in wanted)
-                if not events and not self._parts.stepper.last_plan.batches:
+                done.update(self._take(self._advance(), wanted))
+                if not self._parts.stepper.last_plan.batches and len(done) < len(requests):
                     raise InvariantError(f"{len(requests) - len(done)} requests wait, but no step can run")
         finally:
-            for request_id in submitted:
-                if request_id not in done:
+            if len(done) < len(requests):
+                for request_id in wanted - set(done):
                     self.abort(request_id)
-            self._parts.drop_events(wanted)
+                self._take(self._drain(), wanted)
         return [done[request.request_id] for request in requests]
+
+    def _drain(self) -> StepOutput:
+        """Events that are there already, without running anything."""
+        events = self._parts.scheduler.take_events()
+        now_s = self._clock()
+        self._parts.stepper.clear_plan()
+        self._measure(events, now_s, now_s)
+        return StepOutput(events.deltas(), events.outputs())
+
+    def _take(self, output: StepOutput, wanted: set[str]) -> dict[str, RequestOutput]:
+        """The batch's own finished requests; what belongs to other requests is kept for the next `step`."""
+        others = StepOutput(
+            tuple(delta for delta in output.deltas if delta.request_id not in wanted),
+            tuple(done for done in output.finished if done.request_id not in wanted),
+        )
+        if others.deltas or others.finished:
+            self._kept.append(others)
+        return {done.request_id: done for done in output.finished if done.request_id in wanted}

@@ -149,9 +149,9 @@ class EngineMetrics:
         """A prompt's first `num_tokens` tokens came from the prefix index."""
         self._num_cached += num_tokens
 
-    def on_preempt(self) -> None:
-        """A running sequence gave up its KV."""
-        self._num_preemptions += 1
+    def on_preempt(self, count: int = 1) -> None:
+        """Running sequences gave up their KV."""
+        self._num_preemptions += count
 
     def on_flip(self) -> None:
         """The live policy version changed."""

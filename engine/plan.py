@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..ipc.errors import InvariantError
 from ..ipc.types import TopLogprobs
-from .cache.strategy import BlockCopy
+from .cache.strategy import BlockCopy, RequestCache
 from .request import Sequence
 
 
@@ -28,6 +29,13 @@ class Chunk:
     """Exclusive end."""
     forks: tuple[Sequence, ...] = ()
     """Group members that share this prompt and draw their first token from the same logits."""
+
+    @property
+    def cache(self) -> RequestCache:
+        """Where its KV lies."""
+        if self.sequence.cache is None:
+            raise InvariantError(f"{self.sequence.identity} is planned, but holds no cache")
+        return self.sequence.cache
 
     @property
     def reaches_end(self) -> bool:

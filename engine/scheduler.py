@@ -78,6 +78,10 @@ class Scheduler:
         """True while a request isn't done or an event hasn't been taken."""
         return bool(self._requests) or bool(self._events)
 
+    def knows(self, request_id: str) -> bool:
+        """True while a request with this id is in flight."""
+        return request_id in self._requests
+
     def submit(self, request: Request) -> None:
         """Queue a validated request; takes a pin where it names a version.
 
@@ -287,8 +291,7 @@ class Scheduler:
         return events
 
     def _commit(self, chunk: Chunk, version: int) -> None:
-        cache = chunk.sequence.cache
-        assert cache is not None
+        cache = chunk.cache
         self._caches.commit(cache, chunk.end, version)
         if self._prefix_caching:
             self._publish(chunk.sequence)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..ipc.types import ErrorReason
 from .guard import PolicyVersionGuard
+from .metrics import EngineMetrics
 from .models.layout import DecoderWeights
 from .outcome import StepEvents
 from .plan import StepPlan
@@ -17,8 +18,15 @@ from .scheduler import Scheduler
 class Stepper:
     """flip, plan, run, apply. Invariant V2: the live version changes in `advance` and nowhere else, before the plan."""
 
-    def __init__(self, guard: PolicyVersionGuard[DecoderWeights], scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(
+        self,
+        guard: PolicyVersionGuard[DecoderWeights],
+        scheduler: Scheduler,
+        executor: Executor,
+        metrics: EngineMetrics,
+    ) -> None:
         self._guard = guard
+        self._metrics = metrics
         self._scheduler = scheduler
         self._executor = executor
         self.last_plan = StepPlan((), ())
@@ -34,17 +42,23 @@ class Stepper:
         if not plan.batches:
             return self._scheduler.take_events()
         try:
-            result = self._executor.run(plan, self._guard.weights_of)
+            result = self._executor.run(plan)
         except BaseException:
             self._scheduler.fail(plan, ErrorReason.INTERNAL)
             raise
         return self._scheduler.apply(plan, result)
+
+    def clear_plan(self) -> None:
+        """Forget the last plan: nothing has run since."""
+        self.last_plan = StepPlan((), ())
 
     def flip(self) -> bool:
         """Make a pending version live, if there is one; True where the live version changed."""
         flip = self._guard.flip()
         if flip is not None:
             self._scheduler.on_flip(flip)
+            self._metrics.on_flip()
         for version in self._guard.take_retired():
             self._scheduler.forget_version(version.ordinal)
+            self._executor.forget_version(version.ordinal)
         return flip is not None

@@ -24,9 +24,12 @@ from ..models.decoder import Decoder
 from ..models.layout import DecoderWeights
 from ..plan import BatchResult, Chunk, StepPlan, StepResult, SubBatch
 from ..request import Sequence
+from .graph import DecodeGraphs
 from .sample import RowSampling, Sampled, Sampler, SamplingBatch
 from .workspace import Workspace
 
+Scores = tuple[tuple[Chunk, np.ndarray, list[TopLogprobs]], ...]
+"""Per scoring chunk: log-probs of the prompt tokens that follow its positions, and their alternatives."""
 _SCORE_ROWS = 64
 """Prompt positions whose logits are held at once while a prompt is scored."""
 
@@ -59,7 +62,7 @@ class Executor:
 
     def __init__(
         self, decoder: Decoder, attention: AttentionBackend, sampler: Sampler, buffer: KVBuffer, caches: RequestCaches,
-        workspace: Workspace, penalty_window: int,
+        workspace: Workspace, penalty_window: int, weights_of: Callable[[int], DecoderWeights],
     ) -> None:  # fmt: skip
         spec = decoder.spec
         self._decoder = decoder
@@ -74,16 +77,27 @@ class Executor:
             (LayerAttention(spec.attention_scale, spec.windows[index]), LayerKV(*buffer.layer(index)))
             for index in range(spec.num_layers)
         ]
+        self._weights_of = weights_of
+        self._graphs: DecodeGraphs | None = None
         self._steady: _Steady | None = None
 
+    def capture_decodes(self) -> None:
+        """From now on run pure decodes through CUDA graphs (CUDA only)."""
+        self._graphs = DecodeGraphs(self._workspace.device, self._block_size, self._decode_logits)
+
+    def forget_version(self, ordinal: int) -> None:
+        """Nothing may point to this version's tensors any more."""
+        if self._graphs is not None:
+            self._graphs.forget(ordinal)
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan, weights_of: Callable[[int], DecoderWeights]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Run every sub-batch of the plan under its own version's weights (V3)."""
         if plan.copies:
             self._buffer.copy_blocks([(copy.src, copy.dst) for copy in plan.copies], self._block_size)
-        return StepResult(tuple(self._run_batch(batch, weights_of(batch.version), plan) for batch in plan.batches))
+        return StepResult(tuple(self._run_batch(batch, plan) for batch in plan.batches))
 
-    def _run_batch(self, batch: SubBatch, weights: DecoderWeights, plan: StepPlan) -> BatchResult:
+    def _run_batch(self, batch: SubBatch, plan: StepPlan) -> BatchResult:
         binding = self._bind(batch, plan)
         steady = self._steady
         if binding is not None and binding.is_steady and steady is not None:
@@ -94,24 +108,39 @@ class Executor:
             inputs = self._stage(batch)
             draws = [seq for chunk in batch.chunks for seq in chunk.draws]
             sampling = self._sampler.prepare([self._row(seq) for seq in draws], [seq.generated for seq in draws]) if draws else None
-        hidden = self._decoder.forward(weights, inputs.token_ids_T, inputs.positions_T, self._attend(inputs))
-        scores = self._score_prompts(batch, weights, hidden)
-        if sampling is None:
-            return _no_draws(scores)
-        sampled = self._sampler.sample(self._draw_logits(batch, weights, hidden), sampling)
+        if self._graphs is not None and binding is not None and inputs.decode is not None:
+            logits = self._graphs.logits(batch.version, len(batch.decodes), inputs.decode.max_kv_len)
+            scores: Scores = ()
+        else:
+            weights = self._weights_of(batch.version)
+            hidden = self._decoder.forward(weights, inputs.token_ids_T, inputs.positions_T, self._attend(inputs))
+            scores = self._score_prompts(batch, weights, hidden)
+            if sampling is None:
+                return _no_draws(scores)
+            logits = self._draw_logits(batch, weights, hidden)
+        assert sampling is not None
+        sampled = self._sampler.sample(logits, sampling)
         if binding is not None:
             self._steady = _Steady(inputs, sampling, sampled.token_ids)
         return _to_host(sampled, scores)
 
+    def _decode_logits(
+        self, ordinal: int, token_ids: Tensor, positions: Tensor, slots: Tensor, descriptor: DecodeDescriptor
+    ) -> Tensor:
+        """The forward pass that a graph captures."""
+        weights = self._weights_of(ordinal)
+        inputs = _Inputs(token_ids, positions, slots, descriptor, None)
+        return self._decoder.logits(weights, self._decoder.forward(weights, token_ids, positions, self._attend(inputs)))
+
     def _bind(self, batch: SubBatch, plan: StepPlan) -> Binding | None:
         """Ask the caches whether this is the same pure decode as the step before; anything else forgets that step."""
-        if batch.prefills or len(plan.batches) > 1 or any(chunk.forks for chunk in batch.decodes):
+        is_pure = not batch.prefills and len(plan.batches) == 1
+        if not is_pure or any(chunk.forks or chunk.scores_prompt or not chunk.draws for chunk in batch.decodes):
             self._caches.unbind()
             self._steady = None
             return None
         sequences = [chunk.sequence for chunk in batch.decodes]
-        caches = [seq.cache for seq in sequences if seq.cache is not None]
-        return self._caches.bind(tuple(seq.identity for seq in sequences), caches)
+        return self._caches.bind(tuple(seq.identity for seq in sequences), [chunk.cache for chunk in batch.decodes])
 
     def _row(self, seq: Sequence) -> RowSampling:
         request = seq.request
@@ -133,7 +162,7 @@ class Executor:
         decode = inputs.decode
         assert decode is not None
         if binding.tables_changed:
-            self._fill_tables(binding.rows, 0)
+            self._fill_tables(binding.rows)
             self._workspace.upload("block_tables_RB", len(binding.rows), decode.block_tables.shape[1])
         inputs.token_ids_T.copy_(steady.token_ids_R)
         inputs.positions_T.add_(1)
@@ -148,8 +177,7 @@ class Executor:
         space, num_decodes = self._workspace, len(batch.decodes)
         token_ids, positions, slots = (space.array(name) for name in ("token_ids_T", "positions_T", "slots_T"))
         chunks = list(batch.chunks)
-        rows = np.fromiter((_cache(chunk).row for chunk in chunks), np.int64, len(chunks))
-        tables = self._fill_tables(rows, 0)
+        tables = self._fill_tables(np.array([chunk.cache.row for chunk in chunks]))
         offset = 0
         for index, chunk in enumerate(chunks):
             stop = offset + chunk.end - chunk.first
@@ -188,8 +216,8 @@ class Executor:
             )
         return decode, prefill
 
-    def _fill_tables(self, rows: np.ndarray, first: int) -> np.ndarray:
-        tables = self._workspace.array("block_tables_RB")[first : first + len(rows)]
+    def _fill_tables(self, rows: np.ndarray) -> np.ndarray:
+        tables = self._workspace.array("block_tables_RB")[: len(rows)]
         np.take(self._caches.pool.block_tables, rows, axis=0, out=tables)
         return tables
 
@@ -228,7 +256,7 @@ class Executor:
 
     def _score_prompts(
         self, batch: SubBatch, weights: DecoderWeights, hidden: Tensor
-    ) -> tuple[tuple[Chunk, np.ndarray, list[TopLogprobs]], ...]:
+    ) -> Scores:
         """Raw log-probs of the prompt tokens that follow each scoring chunk's positions."""
         scores, offset = [], 0
         for chunk in batch.chunks:
@@ -254,16 +282,12 @@ class Executor:
         return torch.cat(logprobs).cpu().numpy(), top
 
 
-def _cache(chunk: Chunk):  # type: ignore[no-untyped-def]
-    return chunk.sequence.cache
-
-
-def _no_draws(scores: tuple[tuple[Chunk, np.ndarray, list[TopLogprobs]], ...]) -> BatchResult:
+def _no_draws(scores: Scores) -> BatchResult:
     empty = np.zeros(0, dtype=np.float32)
     return BatchResult(empty.astype(np.int64), empty, empty, empty, empty.astype(np.uint8), (), scores)
 
 
-def _to_host(sampled: Sampled, scores: tuple[tuple[Chunk, np.ndarray, list[TopLogprobs]], ...]) -> BatchResult:
+def _to_host(sampled: Sampled, scores: Scores) -> BatchResult:
     return BatchResult(
         token_ids=sampled.token_ids.cpu().numpy(),
         logprobs=sampled.logprobs.cpu().numpy(),
