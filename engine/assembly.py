@@ -99,7 +99,9 @@ def assemble(spec: ModelSpec, weights: Mapping[str, Tensor], config: EngineConfi
     metrics = EngineMetrics(config.metrics.recent_requests)
     scheduler = Scheduler(config.scheduler, caches, guard, config.cache.prefix_caching, limits.max_len)
     stepper = Stepper(guard, scheduler, executor, metrics)
-    return EngineParts(layout, limits, guard, caches, scheduler, stepper, metrics, decoder, attention, exactness, buffer)
+    return EngineParts(
+        layout, limits, guard, caches, scheduler, stepper, metrics, decoder, attention, exactness, buffer
+    )
 
 
 def _kernels(config: EngineConfig, device: torch.device) -> Kernels:

@@ -71,7 +71,8 @@ class AttentionConfig(_Checked):
     """How attention is cut up."""
 
     max_kv_splits: int = _bounded(32, 1, 1024)
-    """Most partitions of one sequence's KV. Their length follows from it and the model's context; results depend on it."""
+    """Most partitions of one sequence's KV. Their length follows from it and the model's context; results depend on
+    it."""
     query_tile_rows: int = _bounded(64, 1, 1024)
     """Query rows that share one read of the KV in prefill; results don't depend on it."""
 
@@ -174,7 +175,9 @@ def available_cores() -> int:
 def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None:
     kinds = get_args(hint) or (hint,)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (isinstance(value, kinds) or (float in kinds and is_number)) or (isinstance(value, bool) and bool not in kinds):
+    if not (isinstance(value, kinds) or (float in kinds and is_number)) or (
+        isinstance(value, bool) and bool not in kinds
+    ):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(name, f"is {value!r}; must be {expected}")
     if metadata.get("choices") and value not in metadata["choices"]:
@@ -193,7 +196,9 @@ def _from_dict(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
             raise ConfigError(prefix + key, f"is no known key; known are {', '.join(known)}")
         if known[key].default_factory is not MISSING:
             if not isinstance(value, Mapping):
-                raise ConfigError(prefix + key, f"is {value!r}; must be a table of {', '.join(get_type_hints(hints[key]))}")
+                raise ConfigError(
+                    prefix + key, f"is {value!r}; must be a table of {', '.join(get_type_hints(hints[key]))}"
+                )
             value = _from_dict(hints[key], value, f"{prefix}{key}.")
         arguments[key] = value
     try:

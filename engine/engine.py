@@ -1,10 +1,10 @@
 """Engine: one model, one device, one process; generates, scores, and changes its policy between two steps.
 
-Owns: the composition of guard, scheduler, executor and metrics, and the edge where requests are checked. Knows no socket,
-no process and no text: token ids in, token ids out. Used alone (`run_batch`), or stepped in a loop by a worker.
+Owns: the composition of guard, scheduler, executor and metrics, and the edge where requests are checked. Knows no
+socket, no process and no text: token ids in, token ids out. Used alone (`run_batch`), or stepped in a loop by a worker.
 
-Threads: `submit`, `abort` and `step` belong to one thread. `run_batch`, `score` and `install` may be called from another:
-the guard makes them exclude each other and every step.
+Threads: `submit`, `abort` and `step` belong to one thread. `run_batch`, `score` and `install` may be called from
+another: the guard makes them exclude each other and every step.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .assembly import EngineParts, assemble
 from .config import EngineConfig
 from .guard import InstalledVersion
 from .metrics import EngineStats
-from .status import EngineStatus, status_of
-from .models.loader import load
 from .models.layout import DecoderWeights, WeightLayout
+from .models.loader import load
 from .models.spec import ModelSpec
 from .outcome import StepEvents
 from .request import Request
+from .status import EngineStatus, status_of
 from .validation import validate
 
 
@@ -95,8 +95,8 @@ class Engine:
         """Accept a request; from here on it ends in exactly one terminal event per completion (R1).
 
         Raises:
-            InvalidRequestError: a field doesn't fit this model or pool, or the id is in flight; nothing was allocated (R2).
-            CapacityError: the queue is full.
+            InvalidRequestError: a field doesn't fit this model or pool, or the id is in flight; nothing was allocated
+            (R2). CapacityError: the queue is full.
             UnknownVersionError: `pin_version` isn't installed.
         """
         parts = self._parts
@@ -112,7 +112,8 @@ class Engine:
         parts.metrics.on_submit(request.request_id, self._clock())
 
     def abort(self, request_id: str) -> bool:
-        """Cancel what isn't finished; the terminal events come with the next step. False where the id isn't in flight."""
+        """Cancel what isn't finished; the terminal events come with the next step. False where the id isn't in
+        flight."""
         return self._parts.scheduler.abort(request_id)
 
     @property
@@ -168,7 +169,9 @@ class Engine:
             InvalidRequestError: the prompt or the continuation is empty, or both don't fit the context.
         """
         if not prompt or not continuation:
-            raise InvalidRequestError("continuation" if prompt else "prompt_ids", "is empty; scoring needs at least one token")
+            raise InvalidRequestError(
+                "continuation" if prompt else "prompt_ids", "is empty; scoring needs at least one token"
+            )
         params = SamplingParams(max_tokens=0, prompt_logprobs=top_k, seed=0)
         with self._parts.guard.hold_generation():
             self._parts.stepper.flip()
@@ -261,7 +264,9 @@ class Engine:
         metrics, plan = self._parts.metrics, self._parts.stepper.last_plan
         if plan.batches:
             num_decodes = sum(len(batch.decodes) for batch in plan.batches)
-            metrics.on_step(num_decodes, sum(batch.num_tokens for batch in plan.batches) - num_decodes, now_s - started_s)
+            metrics.on_step(
+                num_decodes, sum(batch.num_tokens for batch in plan.batches) - num_decodes, now_s - started_s
+            )
         for seq, first in events.pending:
             if first == 0 and seq.generated:
                 metrics.on_first_token(seq.request.request_id, seq.index, now_s)
@@ -276,7 +281,9 @@ class Engine:
     ) -> list[GenerateRequest]:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(each) != len(prompts):
-            raise InvalidRequestError("params", f"has {len(each)} entries for {len(prompts)} prompts; give one each, or one for all")
+            raise InvalidRequestError(
+                "params", f"has {len(each)} entries for {len(prompts)} prompts; give one each, or one for all"
+            )
         batch = secrets.token_hex(8)
         return [
             GenerateRequest(f"batch-{batch}-{index}", tuple(prompt), own, n, pin_version=pin)

@@ -1,7 +1,7 @@
 """What a step's result means for its sequences: tokens taken, who goes on, who ends and why.
 
-Owns: the rules of ending (stop tokens, lengths, faults) and the events that leave a step. Knows nothing of KV, queues or
-tensors on a device. Called by `Scheduler.apply`.
+Owns: the rules of ending (stop tokens, lengths, faults) and the events that leave a step. Knows nothing of KV, queues
+or tensors on a device. Called by `Scheduler.apply`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests and sequences: what is known of a prompt and of each of its completions while they live.
 
 Owns: the state of one request (its version, its seed, its prompt log-probs) and of its n sequences (tokens, log-probs,
-spans, cache). Knows nothing of other requests, of scheduling or of tensors. Changed by the scheduler alone, in the thread
-that steps the engine.
+spans, cache). Knows nothing of other requests, of scheduling or of tensors. Changed by the scheduler alone, in the
+thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Sequence:
         return [*prompt[first:end], *self.generated[: max(0, end - len(prompt))]]
 
     def start(self, cache: RequestCache) -> None:
-        """WAITING → RUNNING with a fresh incarnation, so that no step state of a former one can be taken for it (R4)."""
+        """WAITING → RUNNING with a fresh incarnation, so that no step state of a former one can be taken for it
+        (R4)."""
         self.incarnation += 1
         self.identity = (self.request.request_id, self.index, self.incarnation)
         self.status = SequenceStatus.RUNNING
@@ -159,7 +160,9 @@ class Sequence:
             raw_logprobs=tuple(self.raw_logprobs[first:]),
             log_support_mass=tuple(self.log_support_mass[first:]),
             versions=tuple(
-                VersionSpan(span.version, max(span.first, first), span.end) for span in self.spans.spans if span.end > first
+                VersionSpan(span.version, max(span.first, first), span.end)
+                for span in self.spans.spans
+                if span.end > first
             ),
             top_logprobs=tuple(self.top_logprobs[first:]),
             finish_reason=self.finish_reason,
@@ -188,8 +191,8 @@ class Sequence:
 class Request:
     """One accepted request: its sequences and what they share.
 
-    `version` is None until the first sequence starts; from then on the guard holds one pin on it for this request, until
-    the request is done. A request with `pin_version` holds its pin from submission.
+    `version` is None until the first sequence starts; from then on the guard holds one pin on it for this request,
+    until the request is done. A request with `pin_version` holds its pin from submission.
     """
 
     def __init__(self, spec: GenerateRequest, arrival: int, seed: int, stop_ids: frozenset[int]) -> None:

@@ -40,7 +40,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, caches: RequestCaches, guard: PolicyVersionGuard, prefix_caching: bool, max_len: int
+        self,
+        config: SchedulerConfig,
+        caches: RequestCaches,
+        guard: PolicyVersionGuard,
+        prefix_caching: bool,
+        max_len: int,
     ) -> None:
         self._config = config
         self._caches = caches
@@ -93,7 +98,9 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InvariantError(f"request id {request.request_id!r} is in flight already")
         if len(self._requests) >= self._config.max_waiting:
-            raise CapacityError(f"{len(self._requests)} requests wait, the limit is scheduler.max_waiting; try again later")
+            raise CapacityError(
+                f"{len(self._requests)} requests wait, the limit is scheduler.max_waiting; try again later"
+            )
         if request.version is not None:
             self._guard.pin(request.version)
         self._requests[request.request_id] = request
@@ -169,7 +176,11 @@ class Scheduler:
         for seq in list(self._running):
             if budget <= 0:
                 break
-            if seq.status is SequenceStatus.RUNNING and id(seq) not in planned and seq.num_tokens - seq.num_computed > 1:
+            if (
+                seq.status is SequenceStatus.RUNNING
+                and id(seq) not in planned
+                and seq.num_tokens - seq.num_computed > 1
+            ):
                 budget -= self._plan_chunk(seq, chunks, budget)
         return budget
 
@@ -187,7 +198,9 @@ class Scheduler:
         request = seq.request
         if request.spec.n == 1 or seq.generated or end != seq.num_tokens or not self._caches.pool.strategy.can_share:
             return ()
-        members = [other for other in request.sequences if other.status is SequenceStatus.WAITING and not other.generated]
+        members = [
+            other for other in request.sequences if other.status is SequenceStatus.WAITING and not other.generated
+        ]
         forks = members[: self._num_free_rows]
         self._reserved_rows += len(forks)
         return tuple(forks)
@@ -274,7 +287,8 @@ class Scheduler:
     # ---- apply -------------------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        """Take a step's result: commit KV, append tokens, fork groups, finish; returns all events since the last call."""
+        """Take a step's result: commit KV, append tokens, fork groups, finish; returns all events since the last
+        call."""
         for batch, rows in zip(plan.batches, result.batches, strict=True):
             for chunk in batch.chunks:
                 self._commit(chunk, batch.version)
@@ -371,14 +385,18 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise InvariantError where a promise of this class is broken; for tests, after every operation."""
         waiting, running = {id(seq) for seq in self._waiting}, {id(seq) for seq in self._running}
-        _require(len(waiting) == len(self._waiting) and len(running) == len(self._running), "a sequence is listed twice")
+        _require(
+            len(waiting) == len(self._waiting) and len(running) == len(self._running), "a sequence is listed twice"
+        )
         _require(not waiting & running, "a sequence waits and runs")
         _require(self._waiting == sorted(self._waiting, key=_order), "the queue is out of order")
         for request in self._requests.values():
             _require(not request.is_done, f"{request.request_id} is done but still known")
             for seq in request.sequences:
                 is_running = seq.status is SequenceStatus.RUNNING
-                _require(is_running == (id(seq) in running) == (seq.cache is not None), f"{seq.identity} has a wrong status")
+                _require(
+                    is_running == (id(seq) in running) == (seq.cache is not None), f"{seq.identity} has a wrong status"
+                )
                 _require((seq.status is SequenceStatus.WAITING) == (id(seq) in waiting), f"{seq.identity} is lost")
         self._caches.check_invariants()
         _check_pins(self._guard, self._requests.values())
@@ -408,4 +426,6 @@ def _check_pins(guard: PolicyVersionGuard, requests: Iterable[Request]) -> None:
             wanted[request.version] = wanted.get(request.version, 0) + 1
     pins = {installed.version.ordinal: installed.num_pins for installed in guard.installed}
     for ordinal, count in wanted.items():
-        _require(pins.get(ordinal, 0) >= count, f"version {ordinal} has {pins.get(ordinal)} pins, {count} requests run on it")
+        _require(
+            pins.get(ordinal, 0) >= count, f"version {ordinal} has {pins.get(ordinal)} pins, {count} requests run on it"
+        )

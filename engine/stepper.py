@@ -1,6 +1,7 @@
 """Stepper: advances the engine by one step; the one road for the serving loop and for the synchronous batch.
 
-Owns: the order of things inside a step. Knows nothing of who asked for it. Called by the engine, under the guard's hold.
+Owns: the order of things inside a step. Knows nothing of who asked for it. Called by the engine, under the guard's
+hold.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Stepper:
     def advance(self) -> StepEvents:
         """Run one step and return what came of it; empty when there was nothing to run.
 
-        If the step breaks, every sequence in it ends with an error, all its resources are given back, and the fault goes
-        up; the next call returns the terminal events (R1, R2).
+        If the step breaks, every sequence in it ends with an error, all its resources are given back, and the fault
+        goes up; the next call returns the terminal events (R1, R2).
         """
         self.flip()
         plan = self.last_plan = self._scheduler.plan()

@@ -1,7 +1,7 @@
 """The engine's edge: a request is checked against the model and the pool before anything is allocated (R2).
 
-Owns: the checks that need to know the model (vocabulary, context) and the pool. What a field may be at all is checked by
-the types themselves. Called by `Engine.submit`.
+Owns: the checks that need to know the model (vocabulary, context) and the pool. What a field may be at all is checked
+by the types themselves. Called by `Engine.submit`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def validate(request: GenerateRequest, limits: Limits) -> None:
             raise InvalidRequestError(name, f"is {count}, above the vocabulary of {limits.vocab_size} tokens")
     longest = limits.max_len - (1 if params.max_tokens else 0)
     if len(request.prompt_ids) > longest:
-        source = "the model's context" if limits.max_model_len <= limits.pool_tokens else "the KV pool (cache.num_tokens)"
+        source = (
+            "the model's context" if limits.max_model_len <= limits.pool_tokens else "the KV pool (cache.num_tokens)"
+        )
         raise PromptTooLongError(
             "prompt_ids",
             f"has {len(request.prompt_ids)} tokens; at most {longest} fit {source} of {limits.max_len}; shorten the prompt",

@@ -18,8 +18,8 @@
     ├── DeadlineError            a wait ran out; says what it waited for
     └── InvariantError           Unison's own fault: a promise is broken; never caught below a process's outermost loop
 
-Owns: the classes and the one table from class to wire code, HTTP status and "may be retried". Knows nothing of transport.
-Called by everyone.
+Owns: the classes and the one table from class to wire code, HTTP status and "may be retried". Knows nothing of
+transport. Called by everyone.
 """
 
 from __future__ import annotations

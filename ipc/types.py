@@ -151,7 +151,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least min_p times as probable as the most probable one; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in the window; in (0, 10]. Source: CTRL, sec. 4.1."""
+    """Divides positive and multiplies negative logits of tokens seen in the window; in (0, 10]. Source: CTRL, sec.
+    4.1."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens generated in the window; in [-2, 2]. Source: OpenAI API."""
     frequency_penalty: float = 0.0
@@ -197,7 +198,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             _check_tokens("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                raise InvalidRequestError("allowed_token_ids", "is empty, so nothing could be drawn; leave it None to allow all")
+                raise InvalidRequestError(
+                    "allowed_token_ids", "is empty, so nothing could be drawn; leave it None to allow all"
+                )
         if self.seed is not None:
             _check_range("seed", self.seed, 0, MAX_SEED)
         _check_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)

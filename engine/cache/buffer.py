@@ -22,7 +22,13 @@ class KVBuffer:
     """K and V of every layer. Invariants: ordinary tensors, whoever builds them (S12); slots fit int32 (S13)."""
 
     def __init__(
-        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.check_num_slots(num_slots)
         shape = (num_layers, 2, num_slots, num_kv_heads, head_dim)

@@ -1,7 +1,7 @@
 """KVPool: which blocks are free, how often each is used, and the block table.
 
-Owns: reference counts, the free list, rows and the table. Knows nothing of tokens or tensors. Called by the prefix index
-and by RequestCaches.
+Owns: reference counts, the free list, rows and the table. Knows nothing of tokens or tensors. Called by the prefix
+index and by RequestCaches.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class KVPool:
         """Like `try_take`; raises CapacityError where there are too few."""
         taken = self.try_take(count)
         if taken is None:
-            raise CapacityError(f"{count} KV blocks were asked for, {len(self._free)} are free; wait for requests to end")
+            raise CapacityError(
+                f"{count} KV blocks were asked for, {len(self._free)} are free; wait for requests to end"
+            )
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -135,7 +137,9 @@ class KVPool:
     def check_invariants(self) -> None:
         """Raise InvariantError where counts, free list and index flags disagree."""
         free = set(self._free)
-        if len(free) != len(self._free) or any((count == 0) != (block in free) for block, count in enumerate(self._refcounts)):
+        if len(free) != len(self._free) or any(
+            (count == 0) != (block in free) for block, count in enumerate(self._refcounts)
+        ):
             raise InvariantError("the free list and the reference counts disagree")
         idle = sum(1 for block, count in enumerate(self._refcounts) if count == 1 and self._is_indexed[block])
         if idle != self._num_idle or any(self._is_indexed[block] for block in free):

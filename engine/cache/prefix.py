@@ -1,8 +1,8 @@
 """PrefixIndex: whole blocks of KV by the exact tokens they hold, under their parent and their policy version.
 
-Owns: a tree per version and one reference on each of its blocks. Invariant V4: a block computed under one version is never
-found under another; nothing is ever flushed at an update. Eviction is leaf first, least recently used first. Knows nothing
-of requests. Called by RequestCaches.
+Owns: a tree per version and one reference on each of its blocks. Invariant V4: a block computed under one version is
+never found under another; nothing is ever flushed at an update. Eviction is leaf first, least recently used first.
+Knows nothing of requests. Called by RequestCaches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class PrefixIndex:
         return self._pool.num_idle
 
     def match(self, version: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Blocks of the longest known beginning of `tokens` that ends at or before `limit` tokens; takes no reference."""
+        """Blocks of the longest known beginning of `tokens` that ends at or before `limit` tokens; takes no
+        reference."""
         node = self._roots.get(version)
         blocks: list[int] = []
         while node is not None:
@@ -55,7 +56,8 @@ class PrefixIndex:
         return blocks
 
     def publish(self, version: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Make whole materialised blocks findable; where a beginning is known already, its own blocks stay (idempotent).
+        """Make whole materialised blocks findable; where a beginning is known already, its own blocks stay
+        (idempotent).
 
         Shapes: tokens [len(blocks) * block size].
         """
@@ -122,7 +124,8 @@ class PrefixIndex:
         return found
 
     def check_invariants(self) -> None:
-        """Raise InvariantError where the set of leaves isn't exactly the nodes without children, or a block is in twice."""
+        """Raise InvariantError where the set of leaves isn't exactly the nodes without children, or a block is in
+        twice."""
         held = self.blocks()
         if len(set(held)) != len(held):
             raise InvariantError("the prefix index holds a block twice")

@@ -4,8 +4,9 @@ Owns: the order of operations of a pre-norm transformer decoder (Llama and its r
 `Kernels`, all attention through the caller's `attend`; whether there is a cache is the caller's business. Stateless but
 for the rotary table.
 
-Shapes (legend of the package): T tokens · H query heads · Hk KV heads · D head dim · R rows that need logits · V vocabulary.
-Source: Touvron et al. 2023 (LLaMA), sec. 2.2; GQA: Ainslie et al. 2023; q/k norm: Qwen3; NoPE layers: SmolLM3.
+Shapes (legend of the package): T tokens · H query heads · Hk KV heads · D head dim · R rows that need logits · V
+vocabulary. Source: Touvron et al. 2023 (LLaMA), sec. 2.2; GQA: Ainslie et al. 2023; q/k norm: Qwen3; NoPE layers:
+SmolLM3.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Decoder:
             branch = self._attention(index, layer, hidden, cos, sin, attend)
             residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps)
             gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias)
-            branch = differentiable.linear(kernels, differentiable.silu_mul(kernels, gate_up), layer.down, layer.down_bias)
+            branch = differentiable.linear(
+                kernels, differentiable.silu_mul(kernels, gate_up), layer.down, layer.down_bias
+            )
             residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps)
         return hidden
 

@@ -1,7 +1,8 @@
 """WeightLayout: where every parameter lies in one flat run of bytes, and the views on it.
 
 Owns: the order and offsets of parameters; that fused matrices (q/k/v, gate/up) and Hugging Face names are views of the
-same bytes; the manifest. Knows nothing of files or of who writes the bytes. Used by the loader, the engine, the trainer.
+same bytes; the manifest. Knows nothing of files or of who writes the bytes. Used by the loader, the engine, the
+trainer.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ class WeightLayout:
         return views | {alias: views[name] for alias, name in self.aliases.items()}
 
     def pack(self, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Copy tensors from anywhere into a new flat vector and return its views; names, shapes and dtypes are checked."""
+        """Copy tensors from anywhere into a new flat vector and return its views; names, shapes and dtypes are
+        checked."""
         self._check(tensors)
         views = self.views(self.allocate(device))
         with torch.no_grad():
@@ -246,7 +248,9 @@ class WeightLayout:
             if tensor.dtype is not self.dtype:
                 raise WeightsError(f"{name} is {tensor.dtype}; this layout is {self.dtype}")
             if tensor.device != device or not tensor.is_contiguous():
-                raise WeightsError(f"{name} is on {tensor.device} or not contiguous; all tensors lie contiguous on {device}")
+                raise WeightsError(
+                    f"{name} is on {tensor.device} or not contiguous; all tensors lie contiguous on {device}"
+                )
 
     # ---- attestation -------------------------------------------------------------------------------------------------
 
@@ -254,10 +258,12 @@ class WeightLayout:
         """Name, shape, dtype and hash of every tensor, tied ones as aliases (V1)."""
         dtype = str(self.dtype).removeprefix("torch.")
         entries = {
-            name: TensorEntry.of(name, entry.shape, dtype, _bytes_of(tensors[name])) for name, entry in self.entries.items()
+            name: TensorEntry.of(name, entry.shape, dtype, _bytes_of(tensors[name]))
+            for name, entry in self.entries.items()
         }
         tied = (
-            TensorEntry(alias, entries[name].shape, dtype, entries[name].digest, name) for alias, name in self.aliases.items()
+            TensorEntry(alias, entries[name].shape, dtype, entries[name].digest, name)
+            for alias, name in self.aliases.items()
         )
         return Manifest.of((*entries.values(), *tied))
 

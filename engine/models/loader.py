@@ -28,7 +28,8 @@ def load(directory: Path, layout: WeightLayout, device: torch.device) -> dict[st
     """Read every parameter into a new flat vector of `layout`; floats of another width are rounded to its dtype.
 
     Raises:
-        WeightsError: a file or tensor is missing, unexpected, misshapen, damaged, there twice, or of no float type; a tied
+        WeightsError: a file or tensor is missing, unexpected, misshapen, damaged, there twice, or of no float type; a
+        tied
             tensor that is stored as well differs from its twin.
     """
     views = layout.views(layout.allocate(device))
@@ -73,14 +74,18 @@ def _read(path: Path, layout: WeightLayout, views: dict[str, Tensor], seen: set[
     return names
 
 
-def _place(name: str, tensor: Tensor, path: Path, layout: WeightLayout, views: dict[str, Tensor], seen: set[str]) -> None:
+def _place(
+    name: str, tensor: Tensor, path: Path, layout: WeightLayout, views: dict[str, Tensor], seen: set[str]
+) -> None:
     if name not in views:
         raise WeightsError(f"{path.name} has the unexpected tensor {name}")
     if name in seen:
         raise WeightsError(f"{name} is there twice; the second time in {path.name}")
     target = views[name]
     if tensor.shape != target.shape:
-        raise WeightsError(f"{name} has shape {tuple(tensor.shape)} in {path.name}; the configuration asks for {tuple(target.shape)}")
+        raise WeightsError(
+            f"{name} has shape {tuple(tensor.shape)} in {path.name}; the configuration asks for {tuple(target.shape)}"
+        )
     if tensor.dtype not in _FLOATS:
         raise WeightsError(f"{name} is {tensor.dtype} in {path.name}; read are float32, bfloat16 and float16")
     seen.add(name)
@@ -91,4 +96,6 @@ def _place(name: str, tensor: Tensor, path: Path, layout: WeightLayout, views: d
         elif twin in seen and not torch.equal(target, tensor.to(target.device, target.dtype)):
             raise WeightsError(f"{name} differs from {twin}, but the configuration ties them")
         elif twin not in seen:
-            raise WeightsError(f"{name} is stored before its twin {twin}; keep tied tensors in one file, or store one of them")
+            raise WeightsError(
+                f"{name} is stored before its twin {twin}; keep tied tensors in one file, or store one of them"
+            )

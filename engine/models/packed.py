@@ -1,7 +1,7 @@
 """The packed forward: whole sequences end to end, without a cache, with autograd where it is asked for.
 
-Owns: nothing but the calls. It is the trainer's forward, and the oracle that the engine's incremental forward is compared
-with bit for bit.
+Owns: nothing but the calls. It is the trainer's forward, and the oracle that the engine's incremental forward is
+compared with bit for bit.
 
 Shapes: B sequences · T tokens of all of them.
 """

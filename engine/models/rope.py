@@ -96,7 +96,9 @@ class RopeSpec:
         scale = options.get("attention_factor")
         if scale is None:
             mscale, mscale_all = options.get("mscale"), options.get("mscale_all_dim")
-            scale = _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor, 1)
+            scale = (
+                _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor, 1)
+            )
         return interpolated * (1 - kept) + plain * kept, float(scale)
 
 

@@ -111,7 +111,9 @@ class ModelSpec:
         """
         config = _read_json(directory / "config.json")
         if config is None:
-            raise ModelError(f"{directory} has no config.json; give a Hugging Face model directory (see bin/fetch-model)")
+            raise ModelError(
+                f"{directory} has no config.json; give a Hugging Face model directory (see bin/fetch-model)"
+            )
         generation = _read_json(directory / "generation_config.json") or {}
         return ModelSpec.from_config(config, generation)
 
@@ -126,9 +128,13 @@ class ModelSpec:
             raise UnsupportedModelError("hidden_act", f"is {config['hidden_act']!r}; implemented is silu")
         heads, layers = _need(config, "num_attention_heads"), _need(config, "num_hidden_layers")
         hidden = _need(config, "hidden_size")
-        kv_heads = config.get("num_key_value_heads") or {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}.get(family, heads)
+        kv_heads = config.get("num_key_value_heads") or {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}.get(
+            family, heads
+        )
         if heads % kv_heads:
-            raise UnsupportedModelError("num_key_value_heads", f"is {kv_heads}, which doesn't divide {heads} query heads")
+            raise UnsupportedModelError(
+                "num_key_value_heads", f"is {kv_heads}, which doesn't divide {heads} query heads"
+            )
         head_dim = config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
         rope_layers = _rope_layers(config, family, layers)
         has_bias = bool(config.get("attention_bias", False))
@@ -206,14 +212,18 @@ def _windows(config: Mapping[str, Any], family: str, rope_layers: tuple[bool, ..
     window = config.get("sliding_window", 4096 if family in ("mistral", "qwen2", "qwen3") else None) or 0
     kinds = config.get("layer_types")
     if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError("layer_types", f"has {sorted(set(kinds))}; implemented are full_attention, sliding_attention")
+        raise UnsupportedModelError(
+            "layer_types", f"has {sorted(set(kinds))}; implemented are full_attention, sliding_attention"
+        )
     if family == "mistral":
         if kinds is not None and len(set(kinds)) > 1:
             raise UnsupportedModelError("layer_types", "alternate; mistral has one kind for all layers")
         return (window,) * layers
     if family == "llama" or not config.get("use_sliding_window", False) or not window:
         if kinds is not None and "sliding_attention" in kinds:
-            raise UnsupportedModelError("layer_types", f"has sliding_attention, but {family} is configured without a window")
+            raise UnsupportedModelError(
+                "layer_types", f"has sliding_attention, but {family} is configured without a window"
+            )
         return (0,) * layers
     if kinds is None:
         if family == "smollm3":

@@ -1,7 +1,8 @@
 """The self-test of exactness: does this machine give the same bits to a token however it is computed?
 
-Owns: one short experiment on the real weights, run when an engine is built: the packed forward that a trainer runs against
-the engine's incremental one (chunked prefill, then decode in a batch, through scattered blocks). Called by the assembly.
+Owns: one short experiment on the real weights, run when an engine is built: the packed forward that a trainer runs
+against the engine's incremental one (chunked prefill, then decode in a batch, through scattered blocks). Called by the
+assembly.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def check_exactness(decoder: Decoder, weights: DecoderWeights, attention: Attent
     generator = torch.Generator().manual_seed(0)
     longest = min(max(_LENGTHS), decoder.spec.max_position_embeddings)
     lengths = [min(length, longest) for length in _LENGTHS]
-    sequences = [torch.randint(0, decoder.spec.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    sequences = [
+        torch.randint(0, decoder.spec.vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
     packed = decoder.logits(weights, packed_forward(decoder, weights, attention, sequences))
     incremental = _Incremental(decoder, weights, attention, longest).logits(sequences)
     wanted = torch.cat([packed[lengths[0] - _NUM_DECODES : lengths[0]], packed[-_NUM_DECODES:]])
@@ -49,7 +52,9 @@ def check_exactness(decoder: Decoder, weights: DecoderWeights, attention: Attent
     if not torch.equal(wanted, incremental):
         worst = (wanted - incremental).abs().max().item()
         return Exactness(False, f"packed and incremental logits differ by up to {worst:.3g} on this machine")
-    return Exactness(True, f"{kernels.name} kernels with {attention.name} attention: packed and incremental logits are equal")
+    return Exactness(
+        True, f"{kernels.name} kernels with {attention.name} attention: packed and incremental logits are equal"
+    )
 
 
 class _Incremental:
@@ -73,7 +78,10 @@ class _Incremental:
         for row, (sequence, stop, chunk) in enumerate(zip(sequences, starts, _CHUNKS, strict=True)):
             for first in range(0, stop, chunk):
                 self._prefill(row, sequence[first : min(first + chunk, stop)], first)
-        steps = [self._decode([seq[at + i] for seq, at in zip(sequences, starts, strict=True)], starts, i) for i in range(_NUM_DECODES)]
+        steps = [
+            self._decode([seq[at + i] for seq, at in zip(sequences, starts, strict=True)], starts, i)
+            for i in range(_NUM_DECODES)
+        ]
         return torch.stack(steps, dim=1).flatten(0, 1)
 
     def _prefill(self, row: int, tokens: list[int], first: int) -> None:

@@ -57,7 +57,8 @@ class _Steady:
 class Executor:
     """One model on one device.
 
-    Invariant: `_steady` describes exactly the sequences of the last `bind`; `bind` says whether the present ones equal them.
+    Invariant: `_steady` describes exactly the sequences of the last `bind`; `bind` says whether the present ones equal
+    them.
     """
 
     def __init__(
@@ -107,7 +108,11 @@ class Executor:
         else:
             inputs = self._stage(batch)
             draws = [seq for chunk in batch.chunks for seq in chunk.draws]
-            sampling = self._sampler.prepare([self._row(seq) for seq in draws], [seq.generated for seq in draws]) if draws else None
+            sampling = (
+                self._sampler.prepare([self._row(seq) for seq in draws], [seq.generated for seq in draws])
+                if draws
+                else None
+            )
         if self._graphs is not None and binding is not None and inputs.decode is not None:
             logits = self._graphs.logits(batch.version, len(batch.decodes), inputs.decode.max_kv_len)
             scores: Scores = ()
@@ -193,7 +198,9 @@ class Executor:
             *self._describe(chunks, num_decodes),
         )
 
-    def _describe(self, chunks: list[Chunk], num_decodes: int) -> tuple[DecodeDescriptor | None, PrefillDescriptor | None]:
+    def _describe(
+        self, chunks: list[Chunk], num_decodes: int
+    ) -> tuple[DecodeDescriptor | None, PrefillDescriptor | None]:
         space, block_size = self._workspace, self._block_size
         decodes, prefills = chunks[:num_decodes], chunks[num_decodes:]
         tables = space.upload("block_tables_RB", len(chunks), space.host.block_tables_RB.shape[1])
@@ -254,16 +261,16 @@ class Executor:
             return logits
         return logits.repeat_interleave(torch.tensor(repeats, device=hidden.device), dim=0)
 
-    def _score_prompts(
-        self, batch: SubBatch, weights: DecoderWeights, hidden: Tensor
-    ) -> Scores:
+    def _score_prompts(self, batch: SubBatch, weights: DecoderWeights, hidden: Tensor) -> Scores:
         """Raw log-probs of the prompt tokens that follow each scoring chunk's positions."""
         scores, offset = [], 0
         for chunk in batch.chunks:
             request = chunk.sequence.request
             if chunk.scores_prompt:
                 count = min(chunk.end, len(request.prompt_ids) - 1) - chunk.first
-                targets = torch.tensor(request.prompt_ids[chunk.first + 1 : chunk.first + 1 + count], device=hidden.device)
+                targets = torch.tensor(
+                    request.prompt_ids[chunk.first + 1 : chunk.first + 1 + count], device=hidden.device
+                )
                 rows = hidden[offset : offset + count]
                 scores.append((chunk, *self._score(weights, rows, targets, request.spec.params.prompt_logprobs or 0)))
             offset += chunk.end - chunk.first

@@ -1,8 +1,8 @@
 """CUDA graphs of steady decode: one captured forward pass per weight set, batch bucket and KV bound.
 
-Owns: the captured graphs and their static outputs. A graph reads the workspace's device buffers and one version's weights
-at fixed addresses; it is dropped together with that version, so it never outlives the tensors it points to (P14).
-Used by the executor on CUDA alone. Source: torch.cuda.CUDAGraph ("CUDA semantics", section on graphs).
+Owns: the captured graphs and their static outputs. A graph reads the workspace's device buffers and one version's
+weights at fixed addresses; it is dropped together with that version, so it never outlives the tensors it points to
+(P14). Used by the executor on CUDA alone. Source: torch.cuda.CUDAGraph ("CUDA semantics", section on graphs).
 
 Shapes: B rows of a bucket (a power of two, or the most rows) · V vocabulary.
 """

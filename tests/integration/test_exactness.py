@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from unison.engine.config import CacheConfig, EngineConfig, RuntimeConfig, SchedulerConfig
 from unison.engine.engine import Engine
 from unison.engine.models.layout import DecoderWeights, WeightLayout
@@ -40,7 +39,9 @@ CONFIGS = {
     "chunk-7-few-rows": replace(BASE, scheduler=replace(BASE.scheduler, prefill_chunk_tokens=7, max_num_seqs=5)),
     "chunk-64": replace(BASE, scheduler=replace(BASE.scheduler, prefill_chunk_tokens=64)),
     "one-thread": replace(BASE, runtime=RuntimeConfig(num_threads=1)),
-    "preempting": replace(BASE, cache=replace(BASE.cache, num_tokens=640), scheduler=replace(BASE.scheduler, watermark_fraction=0.0)),
+    "preempting": replace(
+        BASE, cache=replace(BASE.cache, num_tokens=640), scheduler=replace(BASE.scheduler, watermark_fraction=0.0)
+    ),
 }
 
 
@@ -126,7 +127,9 @@ def test_engine_equals_packed_forward_in_every_bit(real: RealModel, name: str) -
         real.first = outputs
         assert assert_equals_packed(engine, real, outputs) == len(real.prompts) * N * NUM_TOKENS
     assert [o.completions for o in outputs] == [
-        tuple(replace(c, kv_versions=mine.kv_versions) for c, mine in zip(first.completions, out.completions, strict=True))
+        tuple(
+            replace(c, kv_versions=mine.kv_versions) for c, mine in zip(first.completions, out.completions, strict=True)
+        )
         for first, out in zip(real.first, outputs, strict=True)
     ]
 

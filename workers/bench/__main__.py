@@ -42,7 +42,9 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench", description="Speed beside transformers generate, as ratios taken in one run.")
+    parser = argparse.ArgumentParser(
+        "bench", description="Speed beside transformers generate, as ratios taken in one run."
+    )
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face directory (bin/fetch-model makes one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -62,7 +64,9 @@ def _workloads(options: argparse.Namespace) -> list[Workload]:
     vocab_size, new_tokens = len(tokenizer), options.new_tokens
     system = tokenizer(_SYSTEM)["input_ids"][:100]
     questions = [
-        tokenizer(f"Tell me about {topic}. " + f"What should one know of {topic}, and why? " * 12)["input_ids"][: 90 + 2 * at]
+        tokenizer(f"Tell me about {topic}. " + f"What should one know of {topic}, and why? " * 12)["input_ids"][
+            : 90 + 2 * at
+        ]
         for at, topic in enumerate(_TOPICS)
     ]
     every = [decode(batch, 128, new_tokens, vocab_size) for batch in (1, 8, 32, 64)]
@@ -83,7 +87,12 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
 def _print(table: dict[str, dict[str, list[Measurement]]], names: list[str]) -> None:
     """One line per workload: median tokens/s of each contender, and the first one's ratio to each other one."""
     others = names[1:]
-    print("| workload | " + " | ".join(f"{name}, tokens/s" for name in names) + "".join(f" | x {name}" for name in others) + " |")
+    print(
+        "| workload | "
+        + " | ".join(f"{name}, tokens/s" for name in names)
+        + "".join(f" | x {name}" for name in others)
+        + " |"
+    )
     print("|---" * (1 + len(names) + len(others)) + "|")
     for work, by_name in table.items():
         rates = {name: statistics.median(m.tokens_per_s for m in runs) for name, runs in by_name.items()}
@@ -98,7 +107,9 @@ def _report(table: dict[str, dict[str, list[Measurement]]], options: argparse.Na
         "dtype": options.dtype,
         "new_tokens": options.new_tokens,
         "workloads": {
-            work: {name: [vars(run) | {"tokens_per_s": run.tokens_per_s} for run in runs] for name, runs in by_name.items()}
+            work: {
+                name: [vars(run) | {"tokens_per_s": run.tokens_per_s} for run in runs] for name, runs in by_name.items()
+            }
             for work, by_name in table.items()
         },
     }

@@ -72,7 +72,8 @@ class UnisonContender:
 
 
 class TransformersContender:
-    """`transformers` generate with its default attention (sdpa) and a static batch, log-probs computed from its logits."""
+    """`transformers` generate with its default attention (sdpa) and a static batch, log-probs computed from its
+    logits."""
 
     name = "transformers"
 
