@@ -48,7 +48,8 @@ def validate(request: GenerateRequest, limits: Limits) -> None:
         )
         raise PromptTooLongError(
             "prompt_ids",
-            f"has {len(request.prompt_ids)} tokens; at most {longest} fit {source} of {limits.max_len}; shorten the prompt",
+            f"has {len(request.prompt_ids)} tokens; at most {longest} fit {source} of {limits.max_len}; "
+            "shorten the prompt",
         )
 
 

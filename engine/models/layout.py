@@ -161,7 +161,8 @@ class WeightLayout:
         """
         if flat.shape != (self.num_elements,) or flat.dtype is not self.dtype:
             raise WeightsError(
-                f"a flat vector of {flat.dtype} {tuple(flat.shape)} was given; this layout has ({self.num_elements},) of {self.dtype}"
+                f"a flat vector of {flat.dtype} {tuple(flat.shape)} was given; "
+                f"this layout has ({self.num_elements},) of {self.dtype}"
             )
         views = {name: flat[e.offset : e.offset + prod(e.shape)].view(e.shape) for name, e in self.entries.items()}
         return views | {alias: views[name] for alias, name in self.aliases.items()}
@@ -270,4 +271,4 @@ class WeightLayout:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     host = tensor.detach().cpu().contiguous()
-    return memoryview(host.view(torch.uint8).numpy()).cast("B")
+    return host.view(torch.uint8).numpy().data.cast("B")

@@ -21,7 +21,8 @@ _KEYS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset(
-        "factor attention_factor mscale mscale_all_dim beta_fast beta_slow original_max_position_embeddings truncate".split()
+        "factor attention_factor mscale mscale_all_dim beta_fast beta_slow truncate "
+        "original_max_position_embeddings".split()
     ),
 }
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})

@@ -19,16 +19,17 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type` values that are implemented (SmolLM2 is a llama)."""
 
 _READ = frozenset(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act max_position_embeddings rms_norm_eps attention_bias mlp_bias tie_word_embeddings rope_theta rope_scaling "
-    "rope_parameters sliding_window use_sliding_window max_window_layers layer_types no_rope_layers "
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim hidden_act max_position_embeddings rms_norm_eps attention_bias mlp_bias tie_word_embeddings rope_theta "
+    "rope_scaling rope_parameters sliding_window use_sliding_window max_window_layers layer_types no_rope_layers "
     "no_rope_layer_interval bos_token_id eos_token_id partial_rotary_factor".split()
 )
 _HARMLESS = frozenset(
     "architectures attention_dropout torch_dtype dtype transformers_version use_cache initializer_range pretraining_tp "
     "pad_token_id _name_or_path is_llama_config rope_interleaved transformers.js_config unsloth_version "
-    "unsloth_fixed auto_map id2label label2id output_attentions output_hidden_states return_dict chunk_size_feed_forward "
-    "is_encoder_decoder problem_type task_specific_params name_or_path torchscript use_bfloat16 finetuning_task".split()
+    "unsloth_fixed auto_map id2label label2id output_attentions output_hidden_states return_dict "
+    "chunk_size_feed_forward is_encoder_decoder problem_type "
+    "task_specific_params name_or_path torchscript use_bfloat16 finetuning_task".split()
 )
 """Keys that don't change logits at inference."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -1,7 +1,8 @@
 """Filters: what a row's parameters do to its logits, and the draw from what they leave, in torch on any device.
 
-Owns: `FilteredRow` (penalties, bias and bans of one request that has any parameter beside the temperature) and `draw`
-(temperature, top-k, top-p, min-p, inverse CDF). Knows nothing of batches of requests; called by the sampler.
+Owns: `FilteredRow` (bias, penalties and bans of one request that has any parameter beside the temperature) and `draw`
+(temperature, top-k, top-p, min-p, inverse CDF). Knows nothing of batches of requests; called by the sampler, whose
+native code does the same faster on the CPU.
 
 Weights e^(z - max) are rounded to multiples of 2^-40 and summed as integers. Integer sums don't depend on their order,
 so a row gets the same bits alone or in company, from any device's parallel scan and any number of threads (R3). What
@@ -45,7 +46,7 @@ def is_plain(params: SamplingParams) -> bool:
 class FilteredRow:
     """One request's penalties, bias and bans, and the tokens they look at.
 
-    Owned by a sampling batch. Ids outside the vocabulary are ignored.
+    Owned by a sampling batch. Ids outside the vocabulary are ignored. The tensors lie on the CPU.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class FilteredRow:
     ) -> None:  # fmt: skip
         """`window` 0 means all; `tokens` are those of the prompt and those generated so far."""
         prompt, generated = tokens
-        self._params = params
+        self.params = params
+        self.vocab_size = vocab_size
         self._window = window
-        self._vocab_size = vocab_size
         self._num_prompt = len(prompt) if params.repetition_penalty != 1.0 else 0
         self._num_generated = len(generated)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -64,11 +65,15 @@ class FilteredRow:
         self._history = np.array([*prompt[: self._num_prompt], *generated] if self._has_history else [], dtype=np.int64)
         self._length = len(self._history)
         self._stops = self._known(sorted(eos_ids))
-        self._bad = self._known(params.bad_token_ids)
-        self._allowed = None if params.allowed_token_ids is None else self._known(params.allowed_token_ids)
+        self.bad = self._known(params.bad_token_ids)
+        """int64: never drawn."""
+        self.allowed = None if params.allowed_token_ids is None else self._known(params.allowed_token_ids)
+        """int64: nothing else is drawn; None allows all."""
         bias = [(token, value) for token, value in params.logit_bias if token < vocab_size]
-        self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
-        self._bias = torch.tensor([value for _, value in bias], dtype=torch.float32)
+        self.bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
+        """int64 [N]: tokens with a bias."""
+        self.bias = torch.tensor([value for _, value in bias], dtype=torch.float32)
+        """float32 [N]: what is added to their logits."""
 
     def append(self, token: int) -> None:
         """One more generated token."""
@@ -80,43 +85,51 @@ class FilteredRow:
         self._history[self._length] = token
         self._length += 1
 
-    def penalise_(self, logits_V: Tensor) -> None:
-        """Repetition, presence and frequency penalties, then the bias, in place."""
-        params = self._params
-        if self._has_history:
-            tokens = self._history[: self._length]
-            generated = tokens[self._num_prompt :]
-            if self._window:
-                tokens, generated = tokens[-self._window :], generated[-self._window :]
-            if params.repetition_penalty != 1.0 and len(tokens):
-                ids = torch.from_numpy(self._inside(np.unique(tokens))).to(logits_V.device)
-                seen = logits_V[ids]
-                penalty = params.repetition_penalty
-                logits_V[ids] = torch.where(seen > 0, seen / penalty, seen * penalty).clamp(max=_LARGEST)
-            if (params.presence_penalty or params.frequency_penalty) and len(generated):
-                unique, counts = np.unique(self._inside(generated), return_counts=True)
-                amount = (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-                ids = torch.from_numpy(unique).to(logits_V.device)
-                logits_V[ids] = (logits_V[ids] - torch.from_numpy(amount).to(logits_V.device)).clamp(max=_LARGEST)
-        if len(self._bias_ids):
-            ids = self._bias_ids.to(logits_V.device)
-            logits_V[ids] = (logits_V[ids] + self._bias.to(logits_V.device)).clamp(max=_LARGEST)
+    def seen(self) -> tuple[np.ndarray, int]:
+        """Tokens in the penalties' window, in order, and how many of them, from the first, are the prompt's.
+
+        Only the repetition penalty looks at those of the prompt; without it they are left out.
+        """
+        first = max(0, self._length - self._window) if self._window else 0
+        return self._history[first : self._length], max(0, self._num_prompt - first)
+
+    def early(self) -> Tensor:
+        """int64: stop tokens that must not come yet."""
+        return self._stops if self._num_generated < self.params.min_tokens else self._stops[:0]
+
+    def shape_(self, logits_V: Tensor) -> None:
+        """The bias, then repetition, presence and frequency penalties, in place."""
+        params, device = self.params, logits_V.device
+        if len(self.bias_ids):
+            ids = self.bias_ids.to(device)
+            logits_V[ids] = (logits_V[ids] + self.bias.to(device)).clamp(max=_LARGEST)
+        tokens, num_prompt = self.seen()
+        if params.repetition_penalty != 1.0 and len(tokens):
+            ids = torch.from_numpy(self._inside(np.unique(tokens))).to(device)
+            seen, penalty = logits_V[ids], params.repetition_penalty
+            logits_V[ids] = torch.where(seen > 0, seen / penalty, seen * penalty).clamp(max=_LARGEST)
+        generated = self._inside(tokens[num_prompt:])
+        if (params.presence_penalty or params.frequency_penalty) and len(generated):
+            unique, counts = np.unique(generated, return_counts=True)
+            amount = (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+            ids = torch.from_numpy(unique).to(device)
+            logits_V[ids] = (logits_V[ids] - torch.from_numpy(amount).to(device)).clamp(max=_LARGEST)
 
     def ban_(self, allowed_V: Tensor) -> None:
         """Take what must not be drawn now out of a mask that starts all true: not allowed, bad, stops too early."""
-        if self._allowed is not None:
+        device = allowed_V.device
+        if self.allowed is not None:
             allowed_V.zero_()
-            allowed_V[self._allowed.to(allowed_V.device)] = True
-        if len(self._bad):
-            allowed_V[self._bad.to(allowed_V.device)] = False
-        if self._num_generated < self._params.min_tokens and len(self._stops):
-            allowed_V[self._stops.to(allowed_V.device)] = False
+            allowed_V[self.allowed.to(device)] = True
+        for banned in (self.bad, self.early()):
+            if len(banned):
+                allowed_V[banned.to(device)] = False
 
     def _known(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor([token for token in ids if token < self._vocab_size], dtype=torch.int64)
+        return torch.tensor([token for token in ids if token < self.vocab_size], dtype=torch.int64)
 
     def _inside(self, ids: np.ndarray) -> np.ndarray:
-        return ids[(ids >= 0) & (ids < self._vocab_size)]
+        return ids[(ids >= 0) & (ids < self.vocab_size)]
 
 
 @dataclass(frozen=True, eq=False)

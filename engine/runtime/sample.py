@@ -6,25 +6,27 @@ Knows nothing of requests, caches or finish reasons. Called by the executor, in 
 Steps, per row:
  1. finite check: NaN or +inf is NON_FINITE_LOGITS; -inf is probability 0, and a row of nothing else NON_FINITE_LOGITS;
  2. raw log-prob: log softmax of the logits as they came, to the bit that of `Kernels.row_logprobs`;
- 3. penalties: repetition (Keskar et al., "CTRL", 2019, sec. 4.1), presence, frequency; then logit_bias;
+ 3. logit_bias, then penalties, as in vLLM: repetition (Keskar et al., "CTRL", 2019, sec. 4.1; prompt and completion),
+    presence, frequency (completion only), each within the window that ends at the last token;
  4. bans: bad tokens, those not allowed, stop tokens before min_tokens;
- 5. temperature, top-k (of equals the lowest ids stay), top-p (the token that crosses p stays), min-p;
+ 5. temperature, top-k (of equals the lowest ids stay), top-p (of the mass that is left then; the token that crosses p
+    stays; Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020), min-p (Nguyen et al., "Turning Up the
+    Heat", 2024);
  6. inverse CDF of one uniform over the kept tokens in ascending order of ids.
 Greedy takes the most probable token after step 4 (of equals the lowest id): log-prob 0, and the mass it left is its
 probability at temperature 1. `log_support_mass` is the log of the mass that steps 4 and 5 left under the softmax after
-step 3 and the temperature; at temperature 1 without penalties, raw = logprob + mass up to rounding, and rows that
-nothing was taken from have mass 0 and, there, logprob = raw to the bit.
+step 3 and the temperature; at temperature 1 without step 3, raw = logprob + mass up to rounding, and rows that nothing
+was taken from have mass 0 and, there, logprob = raw to the bit.
 
 A row's result depends on its own logits, parameters, seed, sample index and position alone (R3). So does the path: rows
-with only a temperature are plain for life, and the native library draws them in one call, parallel over rows. All
-others are filtered for life, also while nothing is banned.
+with only a temperature are plain for life, all others are filtered for life, also while nothing is banned. The native
+library draws each kind in one call, parallel over rows; without it torch does both.
 
 Shapes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -36,6 +38,7 @@ from ...ipc.types import SamplingParams, TopLogprobs
 from ..kernels import Kernels
 from ..kernels.build import library
 from .filters import FilteredRow, RowLimits, draw, is_plain, scaled
+from .native_sample import DrawBuffers, NativeDraws
 from .rng import uniforms_torch
 
 CPU_CHUNK, DEVICE_CHUNK = 2**20, 2**23
@@ -120,6 +123,7 @@ class SamplingBatch:
             [i for i, is_one in enumerate(plain) if is_one], dtype=torch.int64, device=device
         )
         self.filtered_rows = tuple(i for i, is_one in enumerate(plain) if not is_one)
+        self.filtered_rows_F = torch.tensor(self.filtered_rows, dtype=torch.int64, device=device)
         self.filtered = tuple(
             FilteredRow(rows[i].params, rows[i].eos_ids, rows[i].window, (rows[i].prompt_ids, generated[i]), vocab_size)
             for i in self.filtered_rows
@@ -144,17 +148,6 @@ class SamplingBatch:
                 row.append(drawn[i])
 
 
-class _NativeCall(ctypes.Structure):
-    """Arguments of `unison_sample_plain`; see native/sample.cpp."""
-
-    _fields_ = [
-        ("logits", ctypes.c_void_p), ("stride", ctypes.c_int64), ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64), ("temperatures", ctypes.c_void_p), ("seeds", ctypes.c_void_p), ("samples", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p), ("tokens", ctypes.c_void_p), ("logprobs", ctypes.c_void_p),
-        ("raw_logprobs", ctypes.c_void_p), ("log_support_mass", ctypes.c_void_p), ("status", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
 class Sampler:
     """Draws for every row of a step. Stateless but for its batches; one call at a time."""
 
@@ -164,10 +157,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         native = library() if kernels.name == "native" and self._device.type == "cpu" else None
-        self._draw_plain = None if native is None else native.unison_sample_plain
-        if self._draw_plain is not None:
-            self._draw_plain.argtypes = (ctypes.POINTER(_NativeCall),)
-            self._draw_plain.restype = None
+        self._native = None if native is None else NativeDraws(native)
 
     def prepare(self, rows: Sequence[RowSampling], generated: Sequence[Sequence[int]]) -> SamplingBatch:
         """The batch of these rows; `generated[i]` are the tokens that row i has drawn so far.
@@ -186,13 +176,11 @@ class Sampler:
         """
         self._check(logits_RV, batch.num_rows)
         result = Sampled.empty(batch.num_rows, logits_RV.device)
-        if self._draw_plain is not None:
-            self._call_native(logits_RV, batch, result)
+        if self._native is not None:
+            self._draw_native(self._native, logits_RV, batch, result)
         else:
             self._draw_rows(logits_RV, batch, batch.plain_rows, (), result)
-        if batch.filtered:
-            rows = torch.tensor(batch.filtered_rows, dtype=torch.int64, device=logits_RV.device)
-            self._draw_rows(logits_RV, batch, rows, batch.filtered, result)
+            self._draw_rows(logits_RV, batch, batch.filtered_rows_F, batch.filtered, result)
         if any(batch.num_top):
             return Sampled(
                 result.token_ids, result.logprobs, result.raw_logprobs, result.log_support_mass, result.status,
@@ -203,15 +191,19 @@ class Sampler:
     def top_logprobs(self, logits_RV: Tensor, k: int) -> list[TopLogprobs]:
         """The k >= 1 most probable tokens of each row by raw log-prob, descending, of equals the lower id first.
 
-        Shapes: float32 [R, V]. A vocabulary of fewer tokens gives them all. NaN counts as improbable.
+        Shapes: float32 [R, V]. A vocabulary of fewer tokens gives them all. A row with a NaN has NaN as its log-probs.
         """
         k = min(k, self._vocab_size)
         if not len(logits_RV):
             return []
-        ids = torch.stack([_top_ids(row, k) for row in logits_RV])
-        columns = [self.kernels.row_logprobs(logits_RV, ids[:, j].contiguous()) for j in range(k)]
-        values = torch.stack(columns, dim=1).tolist()
-        return [TopLogprobs(tuple(row), tuple(value)) for row, value in zip(ids.tolist(), values, strict=True)]
+        if self._native is not None:
+            ids, values = self._native.top_logprobs(logits_RV, k)
+        else:
+            ids = torch.stack([_top_ids(row, k) for row in logits_RV])
+            columns = [self.kernels.row_logprobs(logits_RV, ids[:, j].contiguous()) for j in range(k)]
+            values = torch.stack(columns, dim=1)
+        rows = zip(ids.tolist(), values.tolist(), strict=True)
+        return [TopLogprobs(tuple(row), tuple(value)) for row, value in rows]
 
     def _check(self, logits: Tensor, num_rows: int) -> None:
         if logits.dtype is not torch.float32:
@@ -222,18 +214,15 @@ class Sampler:
                 f"({num_rows}, {self._vocab_size}) with rows that are contiguous"
             )
 
-    def _call_native(self, logits: Tensor, batch: SamplingBatch, result: Sampled) -> None:
-        """Draws the plain rows and leaves the others alone."""
-        assert self._draw_plain is not None
-        if not len(batch.plain_rows):
-            return
-        call = _NativeCall(
-            logits.data_ptr(), logits.stride(0), batch.num_rows, self._vocab_size, batch.plain_temperature_R.data_ptr(),
-            batch.seeds_R.data_ptr(), batch.samples_R.data_ptr(), batch.positions_R.data_ptr(),
-            result.token_ids.data_ptr(), result.logprobs.data_ptr(), result.raw_logprobs.data_ptr(), result.log_support_mass.data_ptr(),
-            result.status.data_ptr(),
+    def _draw_native(self, native: NativeDraws, logits: Tensor, batch: SamplingBatch, result: Sampled) -> None:
+        buffers = DrawBuffers(
+            batch.seeds_R, batch.samples_R, batch.positions_R, result.token_ids, result.logprobs, result.raw_logprobs,
+            result.log_support_mass, result.status,
         )  # fmt: skip
-        self._draw_plain(ctypes.byref(call))
+        if len(batch.plain_rows):
+            native.draw_plain(logits, batch.plain_temperature_R, buffers)
+        if batch.filtered:
+            native.draw_filtered(logits, batch.filtered_rows_F, batch.filtered, buffers)
 
     def _draw_rows(
         self, logits: Tensor, batch: SamplingBatch, rows: Tensor, filtered: tuple[FilteredRow, ...], result: Sampled
@@ -266,7 +255,7 @@ class Sampler:
         if filtered:
             shaped, allowed = logits.clone(), torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
             for index, row in enumerate(filtered):
-                row.penalise_(shaped[index])
+                row.shape_(shaped[index])
                 row.ban_(allowed[index])
         scores = scaled(shaped, limits.temperature_R)
         drawn = draw(scores, allowed, limits, uniform_R)
@@ -292,7 +281,8 @@ class Sampler:
         top: list[TopLogprobs | None] = [None] * batch.num_rows
         if wanted:
             most = max(batch.num_top[i] for i in wanted)
-            found = self.top_logprobs(logits[torch.tensor(wanted, device=logits.device)], most)
+            asked = logits if len(wanted) == batch.num_rows else logits[torch.tensor(wanted, device=logits.device)]
+            found = self.top_logprobs(asked, most)
             for i, row in zip(wanted, found, strict=True):
                 count = batch.num_top[i]
                 top[i] = TopLogprobs(row.token_ids[:count], row.logprobs[:count])

@@ -22,16 +22,19 @@ NUM_TOKENS = 6
 EXACT_EVERY = 6
 """Every so many prompts is also compared in float64, where a forward is slow."""
 QUESTIONS = [
-    "What is the capital of France?", "Name three primary colours.", "Why is the sky blue?", "Count from one to five.",
-    "Who wrote Hamlet?", "What is 12 times 12?", "Give me a synonym for 'happy'.", "Explain gravity to a child.",
-    "What do bees make?", "Which planet is the largest?", "Translate 'good morning' to Spanish.", "What is a prime number?",
-    "Write a haiku about rain.", "How do I boil an egg?", "What's the boiling point of water in Fahrenheit?",
-    "def fibonacci(n):", "Write a Python function that reverses a string.", "SELECT name FROM users WHERE", "for (int i = 0; i <",
-    "#include <stdio.h>\nint main() {", "Fix this code: pritn('hello')", "What does `git rebase` do?", "let x = [1, 2, 3].map(",
-    "<html><body><h1>", "import numpy as np\n", "用中文介绍一下北京。", "日本の首都はどこですか？", "안녕하세요, 잘 지내세요?", "什么是机器学习？",
-    "ありがとうございます", "写一首关于春天的诗", "서울의 날씨는 어때요?", "🎉🎉🎉 What are these?", "😀 😃 😄", "Describe 🍕 in one word.",
-    "👩‍👩‍👧‍👦 family", "Ünïcödé tëxt with àccénts", "¿Dónde está la biblioteca?", "Wie spät ist es?", "Où est le chat ?", "Как дела?",
-    "مرحبا", "a", "   ", "\n\n\n", "1+1=", "AAAAAAAAAAAAAAAAAAAAAAAA", "The quick brown fox jumps over the lazy dog. " * 8,
+    "What is the capital of France?", "Name three primary colours.", "Why is the sky blue?",
+    "Count from one to five.", "Who wrote Hamlet?", "What is 12 times 12?", "Give me a synonym for 'happy'.",
+    "Explain gravity to a child.", "What do bees make?", "Which planet is the largest?",
+    "Translate 'good morning' to Spanish.", "What is a prime number?", "Write a haiku about rain.",
+    "How do I boil an egg?", "What's the boiling point of water in Fahrenheit?", "def fibonacci(n):",
+    "Write a Python function that reverses a string.", "SELECT name FROM users WHERE", "for (int i = 0; i <",
+    "#include <stdio.h>\nint main() {", "Fix this code: pritn('hello')", "What does `git rebase` do?",
+    "let x = [1, 2, 3].map(", "<html><body><h1>", "import numpy as np\n", "用中文介绍一下北京。",
+    "日本の首都はどこですか？", "안녕하세요, 잘 지내세요?", "什么是机器学习？", "ありがとうございます",
+    "写一首关于春天的诗", "서울의 날씨는 어때요?", "🎉🎉🎉 What are these?", "😀 😃 😄",
+    "Describe 🍕 in one word.", "👩‍👩‍👧‍👦 family", "Ünïcödé tëxt with àccénts", "¿Dónde está la biblioteca?",
+    "Wie spät ist es?", "Où est le chat ?", "Как дела?", "مرحبا", "a", "   ", "\n\n\n", "1+1=",
+    "AAAAAAAAAAAAAAAAAAAAAAAA", "The quick brown fox jumps over the lazy dog. " * 8,
 ]  # fmt: skip
 
 

@@ -163,7 +163,8 @@ def test_another_process_gives_the_same_bits(real: RealModel, model_dir: Path) -
     engine = Engine(real.spec, real.weights, BASE)
     mine = fingerprint(engine.run_batch(real.prompts[:4], [params(index) for index in range(4)], n=2))
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); import test_exactness as t; from pathlib import Path; import torch\n"
+        "import sys; sys.path.insert(0, sys.argv[2]); import test_exactness as t; import torch\n"
+        "from pathlib import Path\n"
         "real = t.RealModel(Path(sys.argv[1]), torch.bfloat16)\n"
         "engine = t.Engine(real.spec, real.weights, t.CONFIGS['one-thread'])\n"
         "print(t.fingerprint(engine.run_batch(real.prompts[:4], [t.params(i) for i in range(4)], n=2)))\n"

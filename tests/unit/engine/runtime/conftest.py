@@ -70,14 +70,14 @@ def oracle() -> Oracle:
 def _oracle(logits: np.ndarray, row: RowSampling, generated: Sequence[int]) -> tuple[np.ndarray, float]:
     params = row.params
     x = logits.astype(np.float64).copy()
+    for token, value in params.logit_bias:
+        x[token] += value
     window = row.window or 10**9
     for token in set([*row.prompt_ids, *generated][-window:]):
         x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
     recent = list(generated)[-window:]
     for token in set(recent):
         x[token] -= params.presence_penalty + params.frequency_penalty * recent.count(token)
-    for token, value in params.logit_bias:
-        x[token] += value
     whole = _softmax(x / (params.temperature or 1.0))
     banned = set(params.bad_token_ids)
     if params.allowed_token_ids is not None:

@@ -42,6 +42,7 @@ MIXTURE: list[dict[str, object]] = [
     {"temperature": 0.0, "repetition_penalty": 5.0},
     {"temperature": 100.0, "top_k": VOCAB},
     {"temperature": 0.01, "min_p": 1.0},
+    {"logit_bias": ((3, 2.0), (9, -2.0)), "repetition_penalty": 1.5, "allowed_token_ids": (3, 9, 11, 40), "top_k": 3},
 ]
 
 
@@ -155,6 +156,49 @@ def test_native_and_torch_agree(row_of: RowOf) -> None:
     same = a.token_ids == b.token_ids
     for field in ("logprobs", "raw_logprobs", "log_support_mass"):
         torch.testing.assert_close(getattr(a, field)[same], getattr(b, field)[same], atol=3e-5, rtol=0)
+
+
+@pytest.mark.skipif(build.library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("shape", ["flat", "steep", "few values", "mostly impossible", "rising", "zeros of both signs"])
+def test_native_selection_never_misses_a_token(shape: str, row_of: RowOf) -> None:
+    """P20: rows that are never sorted as a whole keep the very set that sorting keeps, whatever the logits look
+    like."""
+    vocab, kinds = 5003, [{"top_k": 1}, {"top_k": 40}, {"top_k": 79}, {"top_k": 1500}, {"top_p": 0.01}, {"top_p": 0.5},
+                          {"top_p": 0.999}, {"top_k": 700, "top_p": 0.9}, {"top_p": 0.9, "temperature": 30.0},
+                          {"top_k": 5002, "top_p": 0.95, "temperature": 0.05}]  # fmt: skip
+    base = logits_of(1, 30, vocab, 1.0)[0]
+    logits = {
+        "flat": base * 1e-3,
+        "steep": base * 20,
+        "few values": (base * 2).round(),
+        "mostly impossible": base.masked_fill(base < 2.5, float("-inf")),
+        "rising": torch.linspace(-9, 9, vocab),
+        "zeros of both signs": torch.where(base > 0, 0.0, -0.0),
+    }[shape]
+    rows = [row_of(index=i, **kinds[i % len(kinds)]) for i in range(4 * len(kinds))]
+    native, reference = (
+        sampler.sample(logits.expand(len(rows), -1), sampler.prepare(rows, [()] * len(rows)))
+        for sampler in (Sampler(vocab, each, "cpu") for each in (NativeKernels(), TorchKernels()))
+    )
+    assert native.token_ids.tolist() == reference.token_ids.tolist()
+    # A set that is one token larger or smaller would show: the lightest token kept here weighs more than this.
+    torch.testing.assert_close(native.log_support_mass, reference.log_support_mass, atol=1e-6, rtol=2e-6)
+    torch.testing.assert_close(native.logprobs, reference.logprobs, atol=2e-5, rtol=0)
+
+
+def test_penalties_look_at_long_histories(kernels: Kernels, row_of: RowOf, oracle: Oracle, draw_many: DrawMany) -> None:
+    """P20: counts over a window of hundreds of tokens, prompt and completion told apart."""
+    rng = np.random.default_rng(5)
+    prompt, generated = rng.integers(0, 40, 300).tolist(), rng.integers(20, 60, 200).tolist()
+    logits = logits_of(1, 31)[0]
+    for window in (0, 150, 350):
+        row = row_of(
+            window=window, prompt=prompt, repetition_penalty=1.3, presence_penalty=-0.5, frequency_penalty=0.05
+        )
+        probs, mass = oracle(logits.numpy(), row, generated)
+        sampled = draw_many(logits, row, generated, 30)
+        np.testing.assert_allclose(sampled.logprobs, np.log(probs[sampled.token_ids]), atol=2e-5)
+        np.testing.assert_allclose(sampled.log_support_mass, mass, atol=2e-5)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"temperature": 0.5}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}])
