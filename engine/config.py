@@ -71,8 +71,7 @@ class AttentionConfig(_Checked):
     """How attention is cut up."""
 
     max_kv_splits: int = _bounded(32, 1, 1024)
-    """Most partitions of one sequence's KV. Their length follows from it and the model's context; results depend on
-    it."""
+    """Most partitions of one sequence's KV; their length follows from the model's context. Results depend on it."""
     query_tile_rows: int = _bounded(64, 1, 1024)
     """Query rows that share one read of the KV in prefill; results don't depend on it."""
 

@@ -240,6 +240,11 @@ class Engine:
         """Gauges, versions, which kernels compute, and whether this machine keeps the promise of exactness."""
         return status_of(self._parts)
 
+    def check_invariants(self) -> None:
+        """Raise InvariantError where a promise of scheduler, caches or guard is broken; for tests, after every step."""
+        self._parts.scheduler.check_invariants()
+        self._parts.guard.check_invariants()
+
     def warm_up(self) -> None:
         """Run one short prompt so that the first request doesn't pay for first touches and captures (S9)."""
         length = min(self.config.runtime.prefill_warmup_tokens, self._parts.limits.max_len - 2)
