@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from unison.engine.config import EngineConfig
 from unison.engine.engine import Engine
 from unison.engine.models.layout import WeightLayout
@@ -66,7 +65,9 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
     return done
 
 
-def oracle_logprobs(engine: Engine, prompt: Sequence[int], completion: Completion, ordinal: int = 0) -> tuple[float, ...]:
+def oracle_logprobs(
+    engine: Engine, prompt: Sequence[int], completion: Completion, ordinal: int = 0
+) -> tuple[float, ...]:
     """What the packed forward of an installed version says of a completion's tokens."""
     parts = engine._parts
     weights = parts.guard.weights_of(ordinal)

@@ -18,7 +18,6 @@ from harness.tiny_model import (
     tiny_spec,
     tiny_weights,
 )
-
 from unison.engine.config import EngineConfig
 from unison.engine.engine import Engine
 from unison.engine.runtime.executor import Executor
@@ -54,7 +53,7 @@ def expected() -> list[RequestOutput]:
     return [engine.run_batch([prompt], PARAMS, n=3)[0] for prompt in PROMPTS]
 
 
-# ---- samples do not depend on their company ------------------------------------------------------------------------------
+# ---- samples do not depend on their company
 
 CONFIGS = {
     "together": {},
@@ -141,7 +140,7 @@ def test_poisoned_slots_are_never_read(expected: list[RequestOutput]) -> None:
     assert samples([done[str(index)] for index in range(len(PROMPTS))]) == samples(expected)
 
 
-# ---- log-probs -----------------------------------------------------------------------------------------------------------
+# ---- log-probs
 
 
 def test_logprobs_are_aligned_and_equal_the_packed_forward(expected: list[RequestOutput]) -> None:
@@ -190,7 +189,7 @@ def test_prompt_logprobs_with_generation() -> None:
     assert output.completions[0].token_ids == plain.completions[0].token_ids
 
 
-# ---- ends and edges ------------------------------------------------------------------------------------------------------
+# ---- ends and edges
 
 
 def test_work_is_linear() -> None:
@@ -330,11 +329,12 @@ def test_deltas_tile_the_completion() -> None:
         assert [delta.finish_reason for delta in own] == [None] * 8 + [FinishReason.LENGTH]
 
 
-# ---- faults --------------------------------------------------------------------------------------------------------------
+# ---- faults
 
 
 def test_a_broken_step_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1, R2, S28, S29: an exception in the forward pass: terminal errors, everything given back, the engine goes on."""
+    """R1, R2, S28, S29: an exception in the forward pass: terminal errors, everything given back, the engine goes
+    on."""
     engine = tiny_engine(scheduler={"max_num_seqs": 2})
     for name in "abc":
         engine.submit(GenerateRequest(name, (1, 2, 3), PARAMS, n=2))
@@ -390,7 +390,8 @@ def test_empty_support_is_an_error() -> None:
 
 
 def test_a_sequence_that_outgrows_the_pool_ends() -> None:
-    """S29, R2: alone and without room for one more block, a sequence ends with its reason instead of waiting for ever."""
+    """S29, R2: alone and without room for one more block, a sequence ends with its reason instead of waiting for
+    ever."""
     engine = tiny_engine(cache={"num_tokens": 32, "block_size_tokens": 4})
     pool = engine._parts.caches.pool
     engine.submit(GenerateRequest("a", tuple(range(5, 15)), replace(PARAMS, max_tokens=20)))
@@ -409,7 +410,7 @@ def _finish_within(engine: Engine, num_steps: int) -> Completion:
     raise AssertionError(f"nothing finished in {num_steps} steps")
 
 
-# ---- scheduling ----------------------------------------------------------------------------------------------------------
+# ---- scheduling
 
 
 def test_a_large_prompt_is_not_starved() -> None:
@@ -467,11 +468,12 @@ def test_empty_batch() -> None:
     assert tiny_engine().run_batch([], PARAMS) == []
 
 
-# ---- who builds the engine -----------------------------------------------------------------------------------------------
+# ---- who builds the engine
 
 
 def test_engine_built_inside_inference_mode_works() -> None:
-    """S3, S10, S11, S12: buffers are ordinary tensors, and 16 tokens come out, also lazily grown and from another thread."""
+    """S3, S10, S11, S12: buffers are ordinary tensors, and 16 tokens come out, also lazily grown and from another
+    thread."""
     with torch.inference_mode():
         engine = tiny_engine()
     parts = engine._parts
