@@ -10,7 +10,14 @@ from harness.replay import assert_replays
 from harness.tiny_model import EOS, assert_baseline, tiny_engine, tiny_weights
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from unison.engine.engine import Engine
 from unison.ipc.errors import DigestMismatchError, UnknownVersionError, VersionBusyError, VersionError
 from unison.ipc.types import FinishReason, GenerateRequest, OnUpdate, RequestOutput, SamplingParams
