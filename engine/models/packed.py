@@ -48,7 +48,7 @@ def packed_logprobs(
     out, first = [], 0
     for sequence in sequences:
         rows = hidden[first : first + len(sequence) - 1]
-        targets = torch.tensor(list(sequence[1:]), device=hidden.device)
+        targets = torch.tensor(list(sequence[1:]), dtype=torch.int64, device=hidden.device)
         pieces = [
             differentiable.row_logprobs(decoder.kernels, decoder.logits(weights, part), wanted)
             for part, wanted in zip(rows.split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True)

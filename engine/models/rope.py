@@ -35,7 +35,7 @@ class RopeSpec:
     theta: float
     """Base of the frequencies."""
     rotary_dim: int
-    """Leading dimensions of a head that are rotated; even."""
+    """Dimensions of a head, all of which are rotated; even."""
     kind: str = "default"
     """`default`, `linear`, `llama3` or `yarn`."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -53,13 +53,15 @@ class RopeSpec:
             raise UnsupportedModelError("rope_scaling", f"of type {kind} has unknown keys {sorted(unknown)}")
         theta = given.get("rope_theta", config.get("rope_theta", default_theta))
         rotary = given.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+        if rotary != 1.0:
+            raise UnsupportedModelError("partial_rotary_factor", f"is {rotary}; whole heads are rotated here")
         options = {key: given[key] for key in _KEYS[kind] if given.get(key) is not None}
         if kind in ("llama3", "yarn"):
             options.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         required = {"linear": {"factor"}, "llama3": _KEYS["llama3"], "yarn": {"factor"}}.get(kind, frozenset())
         if missing := sorted(set(required) - set(options)):
             raise UnsupportedModelError("rope_scaling", f"of type {kind} lacks {', '.join(missing)}")
-        return RopeSpec(float(theta), int(head_dim * rotary), kind, tuple(sorted(options.items())))
+        return RopeSpec(float(theta), head_dim, kind, tuple(sorted(options.items())))
 
     def table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 [num_positions, rotary_dim / 2], attention factor included."""
