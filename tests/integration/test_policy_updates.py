@@ -176,7 +176,7 @@ def test_a_group_stays_on_one_version() -> None:
 
 
 def test_carry_keeps_the_kv_and_shows_it() -> None:
-    """V3, V4: spans switch at the flip, for tokens and KV; the replay switches weights there and gives the same
+    """V3, V4, P46: spans switch at the flip, for tokens and KV; the replay switches weights there and gives the same
     bits."""
     engine = tiny_engine()
     engine.submit(request("a", OnUpdate.CARRY, n=2))
@@ -284,7 +284,7 @@ def test_rollback_is_a_flip_while_the_version_is_there() -> None:
 
 
 def test_a_batch_and_an_update_exclude_each_other() -> None:
-    """S8, S26: installs from another thread during a batch never show inside it, and go live after it."""
+    """S8, S26, P11: installs from another thread during a batch never show inside it, and go live after it."""
     engine = tiny_engine(scheduler={"max_num_seqs": 2})
     started, outputs = threading.Event(), []
 

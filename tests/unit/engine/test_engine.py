@@ -448,6 +448,17 @@ def test_equal_prompts_hit_the_prefix_index() -> None:
     assert samples([first]) == samples([second])
 
 
+def test_a_conversation_goes_on_in_tokens() -> None:
+    """P21, R3: the second turn is the first one's own ids and what follows; its KV is found, and nothing is encoded
+    again."""
+    engine = tiny_engine()
+    first = engine.run_batch([PROMPTS[2]], PARAMS)[0].completions[0]
+    turn = [*PROMPTS[2], *first.token_ids, 33, 34]
+    second = engine.run_batch([turn], PARAMS)[0]
+    assert second.num_cached_tokens == (len(PROMPTS[2]) + len(first.token_ids) - 1) // 4 * 4
+    assert samples([second]) == samples(tiny_engine().run_batch([turn], PARAMS))
+
+
 def test_a_batch_keeps_what_belongs_to_other_requests() -> None:
     """R1: run_batch while a request streams: its events come with the next step, none is lost."""
     engine = tiny_engine()
