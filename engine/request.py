@@ -233,9 +233,10 @@ class Request:
         return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
     def output(self) -> RequestOutput:
-        """All completions, once done."""
-        scores = self.prompt_scores
-        with_top = scores is not None and bool(self.spec.params.prompt_logprobs) and scores.is_complete
+        """All completions, once done; prompt log-probs come complete or, where the request ended early, not at all
+        (R5)."""
+        scores = self.prompt_scores if self.prompt_scores is not None and self.prompt_scores.is_complete else None
+        with_top = bool(self.spec.params.prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,

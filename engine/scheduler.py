@@ -97,10 +97,10 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvariantError(f"request id {request.request_id!r} is in flight already")
-        if len(self._requests) >= self._config.max_waiting:
-            raise CapacityError(
-                f"{len(self._requests)} requests wait, the limit is scheduler.max_waiting; try again later"
-            )
+        limit = self._config.max_waiting
+        # Counted only where the limit can be reached at all.
+        if len(self._requests) >= limit and sum(not known.has_started for known in self._requests.values()) >= limit:
+            raise CapacityError(f"{limit} requests wait, the limit is scheduler.max_waiting; try again later")
         if request.version is not None:
             self._guard.pin(request.version)
         self._requests[request.request_id] = request
@@ -153,10 +153,10 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._config.max_step_tokens - self._plan_decodes(chunks)
         budget = self._plan_prefills(chunks, budget)
+        # A later extension may have preempted a sequence that was planned before it; admission may start it anew.
+        chunks = _still_running(chunks)
         self._admit(chunks, budget)
-        # A later extension may have preempted a sequence that was planned before it.
-        chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
-        return StepPlan(_by_version(chunks), tuple(self._copies))
+        return StepPlan(_by_version(_still_running(chunks)), tuple(self._copies))
 
     def _plan_decodes(self, chunks: list[Chunk]) -> int:
         """One token for each running sequence that is through its prompt; returns the tokens used."""
@@ -400,6 +400,10 @@ class Scheduler:
                 _require((seq.status is SequenceStatus.WAITING) == (id(seq) in waiting), f"{seq.identity} is lost")
         self._caches.check_invariants()
         _check_pins(self._guard, self._requests.values())
+
+
+def _still_running(chunks: Iterable[Chunk]) -> list[Chunk]:
+    return [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
 
 
 def _by_version(chunks: Iterable[Chunk]) -> tuple[SubBatch, ...]:

@@ -76,15 +76,29 @@ class PrefixIndex:
             node = child
 
     def evict(self, count: int) -> int:
-        """Free up to `count` blocks that no request holds, leaves first, oldest first; returns how many."""
+        """Free up to `count` blocks that no request holds, leaves first, oldest first; returns how many.
+
+        A request that computed a known beginning by itself holds blocks below idle ones. Where nothing else is left,
+        such a block leaves the index (it stays the request's), so that every idle block can be had.
+        """
         evicted = 0
-        while evicted < count:
+        while evicted < count and self._pool.num_idle:
             leaf = next((node for node in self._leaves if self._pool.refcount(node.block) == 1), None)
             if leaf is None:
-                break
+                leaf = next(node for node in self._leaves if self._is_below_idle(node))
+            else:
+                evicted += 1
             self._remove(leaf)
-            evicted += 1
         return evicted
+
+    def _is_below_idle(self, node: _Node) -> bool:
+        """True where a block on the way to this one is held by the index alone."""
+        parent = node.parent
+        while parent is not None and parent.parent is not None:
+            if self._pool.refcount(parent.block) == 1:
+                return True
+            parent = parent.parent
+        return False
 
     def forget(self, version: int) -> None:
         """Drop a version's whole tree; blocks that requests still hold live on with them."""
