@@ -69,6 +69,9 @@ class EngineMachine(RuleBasedStateMachine):
             batches = self.engine._parts.stepper.last_plan.batches
             installed = {version.version.ordinal for version in self.engine.versions}
             assert {batch.version for batch in batches} <= installed
+            ran = [id(chunk.sequence) for batch in batches for chunk in batch.chunks]
+            assert len(set(ran)) == len(ran)
+            assert sum(batch.num_tokens for batch in batches) <= self.engine.config.scheduler.max_step_tokens
             assert self.engine.live_version == live or self.engine.stats().num_flips > 0
             for delta in output.deltas:
                 if delta.finish_reason is not None:
