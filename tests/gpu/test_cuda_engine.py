@@ -32,7 +32,7 @@ def rows(engine: Engine, params: SamplingParams, n: int = 1) -> list[tuple[Any, 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_graph_replay_equals_eager(params: SamplingParams) -> None:
-    """Replay gives the bits of the eager step, in log-probs and in KV, for batches that don't fill their bucket."""
+    """S14: replay gives the bits of the eager step, in log-probs and in KV, for batches that don't fill their bucket."""
     eager = cuda_engine(runtime={"cuda_graphs": False})
     graphs = cuda_engine(runtime={"cuda_graphs": True})
     assert rows(graphs, params, n=3) == rows(eager, params, n=3)
@@ -51,7 +51,7 @@ def test_padding_rows_never_reach_a_result() -> None:
 
 
 def test_staging_is_pinned() -> None:
-    """Host buffers are pinned exactly when the device is CUDA."""
+    """S3: host buffers are pinned exactly when the device is CUDA."""
     space = cuda_engine()._parts.stepper._executor._workspace
     assert all(tensor.is_pinned() for tensor in vars(space.host).values())
     assert all(tensor.is_cuda for tensor in vars(space.device).values())

@@ -45,12 +45,14 @@ def test_buckets_padding_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Recorder(space.device, 4, forward)
     assert graphs.logits(0, 3, 5).tolist() == [[9.0]] * 3
     assert graphs.logits(0, 2, 300).tolist() == [[9.0]] * 2
+    space.device.token_ids_T.fill_(9)
+    space.device.slots_T.fill_(3)
     assert graphs.logits(1, 5, 5).shape == (5, 1)
     assert graphs.logits(0, 3, 7).shape == (3, 1)
     assert seen == [
         (0, [9, 9, 9, 0], [3, 3, 3, -1], 256),
         (0, [9, 9], [3, 3], 512),
-        (1, [9, 9, 9, 0, 0, 0], [3, 3, 3, -1, -1, -1], 256),
+        (1, [9, 9, 9, 9, 9, 0], [3, 3, 3, 3, 3, -1], 256),
     ]
     graphs.forget(0)
     assert {key[0] for key in graphs._captured} == {1}

@@ -64,7 +64,7 @@ def used_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 def test_nothing_unpickles() -> None:
     """P43: no pickle, and no torch.load that could run one, on any path."""
-    for path, node in ((path, node) for path in modules() for node in ast.walk(ast.parse(path.read_text()))):
+    for path, node in [(file, node) for file in modules() for node in ast.walk(ast.parse(file.read_text()))]:
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
         assert not FORBIDDEN_MODULES & {name.split(".")[0] for name in (*names, module)}, path

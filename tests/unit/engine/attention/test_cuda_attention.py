@@ -62,7 +62,7 @@ def test_padding_rows_disturb_nobody(sequences: Callable) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replay_equals_eager(sequences: Callable, dtype: torch.dtype) -> None:
-    """S14: a captured store and decode, replayed with other contents, gives the bits of the eager calls."""
+    """A captured store and decode, replayed with other contents, gives the bits of the eager calls."""
     case = sequences([33, 70, 64], dtype=dtype, dim=64)
     device = torch.device("cuda")
     backend = CudaAttention()
