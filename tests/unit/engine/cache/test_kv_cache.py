@@ -197,12 +197,31 @@ def test_eviction_is_leaf_first_and_least_recently_used() -> None:
     index.match(0, [1, 2], 2)
     assert index.num_evictable == 3
     assert index.evict(1) == 1 and index.match(0, [7], 1) == []
-    own.share(chain[1:])
-    assert index.evict(5) == 0
-    own.release(chain[1:])
+    own.share(chain)
+    assert index.num_evictable == index.evict(5) == 0
+    own.release(chain)
     assert index.evict(1) == 1 and index.match(0, [1, 2], 2) == chain[:1]
     assert index.evict(5) == 1
     assert own.num_free == 8
+
+
+def test_every_block_that_is_called_evictable_can_be_had() -> None:
+    """R2, S29: a held block below an idle one (its holder computed the beginning by itself) leaves the index, not its
+    holder."""
+    own = KVPool(PagedStrategy(8, 1), 2, 8)
+    index = PrefixIndex(own)
+    first, second, other = own.take(2), own.take(3), own.take(1)
+    index.publish(0, [1, 2], first)
+    index.publish(0, [1, 2, 3], second)
+    index.publish(0, [7], other)
+    own.release(first)
+    assert index.num_evictable == 2
+    assert index.evict(5) == 2
+    assert [own.refcount(block) for block in first + second + other] == [0, 0, 1, 1, 1, 2]
+    assert index.blocks() == other
+    index.check_invariants()
+    index.publish(0, [1, 2, 3], second)
+    assert index.match(0, [1, 2, 3], 3) == second
 
 
 def test_a_forgotten_version_is_free_at_once() -> None:
