@@ -32,7 +32,8 @@ def rows(engine: Engine, params: SamplingParams, n: int = 1) -> list[tuple[Any, 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_graph_replay_equals_eager(params: SamplingParams) -> None:
-    """S14: replay gives the bits of the eager step, in log-probs and in KV, for batches that don't fill their bucket."""
+    """S14: replay gives the bits of the eager step, in log-probs and in KV, for batches that don't fill their
+    bucket."""
     eager = cuda_engine(runtime={"cuda_graphs": False})
     graphs = cuda_engine(runtime={"cuda_graphs": True})
     assert rows(graphs, params, n=3) == rows(eager, params, n=3)
