@@ -100,6 +100,7 @@ def test_the_table_is_read_whole(tmp_path: Path) -> None:
     assert (row.row_id, row.text, row.tests) == ("S1", "a", ("tests/a.py::test_a", "tests/b.py::T::test_b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "is_green"),
     [

@@ -23,6 +23,7 @@ def run(program: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_builders_at_once_leave_one_library(tmp_path: Path) -> None:
     few = tmp_path / "few"  # the pool alone is a library too, and quickly compiled
@@ -41,6 +42,7 @@ def test_two_builders_at_once_leave_one_library(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("build-*"))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
     program = (
         "from unison.engine.kernels import build, select_kernels\n"

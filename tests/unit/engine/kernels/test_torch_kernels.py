@@ -62,6 +62,7 @@ def test_linear_can_be_left_to_torch() -> None:
     assert mixed.describe()["bf16_linear"] == "torch row blocks"
 
 
+@pytest.mark.slow
 def test_native_code_can_be_turned_off() -> None:
     """P50: the switch does what it says, an unknown value is named, and asking for native code then is an error."""
     program = (
