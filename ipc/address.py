@@ -16,6 +16,8 @@ from pathlib import Path
 from .errors import ConfigError, HandshakeError, WorkerLostError
 
 FILE_NAME = "address.json"
+FD_SOCKET = "fds.sock"
+"""Where the supervisor hands out descriptors (the arena), in the run directory."""
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of an AF_UNIX socket on Linux (unix(7): sun_path has 108 bytes, the last is NUL)."""
 _MAX_FILE_BYTES = 16_384

@@ -20,13 +20,42 @@ from .calls import Answer, CallTable
 from .channel import Dialer
 from .errors import CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
 from .messages import (
-    CODEC, AbandonBuffer, BufferReserved, CancelHandled, CancelRequest, Failed, GetStatus, Goodbye, Hello,
-    PauseGeneration, Ping, PinVersion, PublishWeights, ReleaseVersion, RequestFinished, ReserveBuffer, ResumeGeneration,
-    RollbackPolicy, SubmitRequest, UnpinVersion, WeightsLive, Welcome, WorkerStatus, error_of, failure,
+    CODEC,
+    AbandonBuffer,
+    BufferReserved,
+    CancelHandled,
+    CancelRequest,
+    Failed,
+    GetStatus,
+    Goodbye,
+    Hello,
+    PauseGeneration,
+    Ping,
+    PinVersion,
+    PublishWeights,
+    ReleaseVersion,
+    RequestFinished,
+    ReserveBuffer,
+    ResumeGeneration,
+    RollbackPolicy,
+    SubmitRequest,
+    UnpinVersion,
+    WeightsLive,
+    Welcome,
+    WorkerStatus,
+    error_of,
+    failure,
 )  # fmt: skip
 from .requests import new_request, score_of, scoring_params
 from .types import (
-    GenerateRequest, Manifest, OnUpdate, PolicyVersion, RequestOutput, SamplingParams, ScoreOutput, TokenDelta,
+    GenerateRequest,
+    Manifest,
+    OnUpdate,
+    PolicyVersion,
+    RequestOutput,
+    SamplingParams,
+    ScoreOutput,
+    TokenDelta,
 )  # fmt: skip
 
 T = TypeVar("T")

@@ -8,11 +8,12 @@ with it.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from ..engine.config import EngineConfig
 from ..engine.settings import Checked, bounded, from_dict, to_dict

@@ -23,13 +23,40 @@ from ...engine.engine import Engine, StepOutput
 from ...ipc.arena.memfd import WeightArena
 from ...ipc.channel import Listener, Received
 from ...ipc.errors import (
-    CapacityError, HandshakeError, InvalidRequestError, RequestFailedError, ShuttingDownError, UnisonError, WireError,
+    CapacityError,
+    HandshakeError,
+    InvalidRequestError,
+    RequestFailedError,
+    ShuttingDownError,
+    UnisonError,
+    WireError,
 )  # fmt: skip
 from ...ipc.memory import Doorbell
 from ...ipc.messages import (
-    CODEC, AbandonBuffer, Acknowledged, CancelHandled, CancelRequest, GetStatus, Goodbye, Hello, PauseGeneration, Ping,
-    PinVersion, Pong, PublishWeights, ReleaseVersion, RequestAccepted, RequestFinished, ReserveBuffer, ResumeGeneration,
-    RollbackPolicy, SubmitRequest, TokensGenerated, UnpinVersion, Welcome, failure,
+    CODEC,
+    AbandonBuffer,
+    Acknowledged,
+    CancelHandled,
+    CancelRequest,
+    GetStatus,
+    Goodbye,
+    Hello,
+    PauseGeneration,
+    Ping,
+    PinVersion,
+    Pong,
+    PublishWeights,
+    ReleaseVersion,
+    RequestAccepted,
+    RequestFinished,
+    ReserveBuffer,
+    ResumeGeneration,
+    RollbackPolicy,
+    SubmitRequest,
+    TokensGenerated,
+    UnpinVersion,
+    Welcome,
+    failure,
 )  # fmt: skip
 from ...ipc.types import ErrorReason, TokenDelta
 from ...ipc.wire import Envelope
