@@ -77,7 +77,8 @@ def assemble(
     layout = WeightLayout(spec, dtype)
     bound = layout.bind(weights)
     version = PolicyVersion(ordinals[0], layout.manifest(weights).digest)
-    guard = PolicyVersionGuard(version, bound, config.versions.max_installed, config.versions.lock_timeout_s, ordinals[1])
+    versions = config.versions
+    guard = PolicyVersionGuard(version, bound, versions.max_installed, versions.lock_timeout_s, ordinals[1])
     kernels = _kernels(config, device)
     runtime = config.runtime
     split = split_tokens_for(spec.max_position_embeddings, config.attention.max_kv_splits)

@@ -2,8 +2,8 @@
 
 Events come in (a message, a tick, a lost worker, a welcome), and what has to be done goes out: messages to send and
 answers to deliver. Each call ends exactly once: with its answer, with the error it was answered with, at its deadline,
-or with the worker that held it (R1). A call that may be resubmitted survives its worker: it is sent again under the same
-seed, what was delivered already is recognised and not delivered twice, and a replay that differs ends it.
+or with the worker that held it (R1). A call that may be resubmitted survives its worker: it is sent again under the
+same seed, what was delivered already is recognised and not delivered twice, and a replay that differs ends it.
 
 Owns: numbering, matching answers to calls, deadlines, resubmission. Knows nothing of transport. Called by AsyncClient.
 """
@@ -187,7 +187,9 @@ class CallTable:
                 continue
             if news is not None:
                 fresh.setdefault(call_id, []).append(news)
-        answers += [Answer(call_id, tuple(deltas), False) for call_id, deltas in fresh.items() if call_id in self._calls]
+        for call_id, deltas in fresh.items():
+            if call_id in self._calls:
+                answers.append(Answer(call_id, tuple(deltas), False))
         return answers
 
 
@@ -207,8 +209,8 @@ def _news(seen: _Delivered, delta: TokenDelta) -> TokenDelta | None:
         delta.token_ids[:overlap], versions[:overlap],
     ):  # fmt: skip
         raise WorkerLostError(
-            f"request {delta.request_id!r} was resubmitted to a new worker, whose policy gives other tokens or versions "
-            "than were delivered; submit it anew"
+            f"request {delta.request_id!r} was resubmitted to a new worker, whose policy gives other tokens or "
+            "versions than were delivered; submit it anew"
         )
     seen.token_ids += delta.token_ids[overlap:]
     seen.versions += versions[overlap:]

@@ -101,7 +101,7 @@ class Listener:
 
     def drain(self, limit: int) -> list[Received]:
         """Take in what has come, at most `limit` messages; returns those of the control lane, in order."""
-        control = []
+        control: list[Received] = []
         for _ in range(limit):
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 class SyncStream:
-    """The tokens of one request as they come, for a plain `for` loop; `close` (or the end of `with`) cancels the rest."""
+    """The tokens of one request as they come, for a plain `for` loop; `close`, or the end of `with`, cancels the
+    rest."""
 
     def __init__(self, wait: Callable[[Coroutine[Any, Any, Any]], Any], stream: TokenStream) -> None:
         self._wait = wait
@@ -104,7 +105,9 @@ class Client:
         """As AsyncClient.stream, for a plain `for` loop."""
         return SyncStream(self._wait, self._client.stream(prompt_ids, params, **options))
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
         """As AsyncClient.generate."""
         return self._wait(self._client.generate(prompt_ids, params, **options))
 

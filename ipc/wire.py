@@ -158,7 +158,7 @@ class Codec:
         if isinstance(hint, type) and issubclass(hint, Enum):
             return _enumeration(hint)
         if is_dataclass(hint):
-            return self._record(hint)  # type: ignore[arg-type]
+            return self._record(hint)
         raise TypeError(f"{hint!r} can't cross the wire")
 
     def _optional(self, args: tuple[Any, ...]) -> _Shape:

@@ -1,7 +1,7 @@
 """Supervisor: parent of a run's processes: starts them in order, watches, restarts or stops them, and cleans up.
 
-Order: run directory, janitor, listening socket, worker, probe token, server. A worker that dies is started again on the
-arena's live version, which it attests before it takes traffic (P10). The supervisor holds the arena's memfd and the
+Order: run directory, janitor, listening socket, worker, probe token, server. A worker that dies is started again on
+the arena's live version, which it attests before it takes traffic (P10). The supervisor holds the arena's memfd and the
 listening socket, so that neither weights nor port go with a child. It serves descriptors to publishers of the same user.
 
 Owns: processes, run directory, sockets (P1). Knows nothing of tokens or tensors. Called by bin/serve.
@@ -119,7 +119,9 @@ class Supervisor:
         """Until something happens, at most `WATCH_S`."""
         poller = select.poll()
         children = [service.child for service in (self._worker, self._server) if service.child is not None]
-        for source in (wake, self._fds, *(child.control for child in children), *(child.pidfd for child in children)):
+        sources = [wake.fileno(), self._fds.fileno()]
+        sources += [fd for child in children for fd in (child.control.fileno(), child.pidfd)]
+        for source in sources:
             poller.register(source, select.POLLIN)
         poller.poll(WATCH_S * 1000)
         try:

@@ -68,7 +68,7 @@ class ArenaLayout:
         for tensor in self.tensors:
             end = tensor.offset_bytes + self.num_bytes(tensor)
             if tensor.offset_bytes < 0 or tensor.offset_bytes % ITEM_BYTES[self.dtype] or end > self.buffer_bytes:
-                raise ArenaError(f"{tensor.name} lies outside the buffer of {self.buffer_bytes} bytes, or is misaligned")
+                raise ArenaError(f"{tensor.name} lies outside the buffer of {self.buffer_bytes} bytes or is misaligned")
             twin = places.get(tensor.alias_of) if tensor.alias_of is not None else tensor
             if twin is None or (twin.offset_bytes, twin.shape) != (tensor.offset_bytes, tensor.shape):
                 raise ArenaError(f"{tensor.name} isn't where {tensor.alias_of} is, though it is its alias")

@@ -127,7 +127,8 @@ class WeightArena:
             ArenaError: it is live, or someone reads or writes it.
         """
         if self.header.live_buffer == buffer or not self.locks.try_exclusive(buffer):
-            raise ArenaError(f"buffer {buffer} is in use ({self.header.record(buffer).state.name.lower()}); reserve one")
+            state = self.header.record(buffer).state.name.lower()
+            raise ArenaError(f"buffer {buffer} is in use ({state}); reserve one")
         self._claimed.add(buffer)
         self.header.set_state(buffer, BufferState.WRITING)
         return self.tensors(self._vector(buffer, is_writable=True))

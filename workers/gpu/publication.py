@@ -1,7 +1,7 @@
 """Publication: a new version's way from a reserved buffer to the live one, while generation goes on (V1, V2, V5).
 
-reserve → (the publisher writes and seals) → publish → verified in a thread of its own → pending in the engine's guard →
-live between two steps. The engine holds a shared lock on every buffer whose version is installed; the lock goes when the
+reserve → (the publisher writes and seals) → publish → verified in a thread of its own → pending in the engine's
+guard → live between two steps. The engine holds a shared lock on every buffer whose version is installed; the lock goes when the
 guard has retired the version, so no forward ever reads a buffer that may be written.
 
 Owns: which buffer holds which version, the one reservation, the calls that wait. Knows nothing of sockets: answers go
@@ -277,8 +277,8 @@ class Publication:
         pins = ", ".join(f"{item.version.ordinal} ({item.state.value}, {item.num_pins} pins)" for item in
                          self._engine.versions)  # fmt: skip
         return (
-            f"all {self._arena.num_buffers} buffers are in use by versions {pins}; wait for their requests to end, unpin "
-            "versions, or use a third buffer (num_buffers)"
+            f"all {self._arena.num_buffers} buffers are in use by versions {pins}; wait for their requests to end, "
+            "unpin versions, or use a third buffer (num_buffers)"
         )
 
     def _owned(self, peer: Peer, buffer: int) -> None:

@@ -1,9 +1,9 @@
 """GpuWorker: receive → admit → step → send, in one loop of one thread that owns the engine.
 
 Control messages (cancel, publish, pause, status) are handled before queued requests; at most `admit_per_turn` requests
-are taken in between two steps, so that a burst of them doesn't stop generation. Whatever a client sends, it gets a typed
-answer and nothing else happens; a fault of ours ends the loop, and with it the process, after every request in flight
-has been told (R1). docs/failures.md says who sees what.
+are taken in between two steps, so that a burst of them doesn't stop generation. Whatever a client sends, it gets a
+typed answer and nothing else happens; a fault of ours ends the loop, and with it the process, after every request in
+flight has been told (R1). docs/failures.md says who sees what.
 
 Owns: the loop, and which request belongs to whom. Called by workers/gpu/__main__.py.
 """
@@ -172,7 +172,7 @@ class GpuWorker:
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     def _receive(self, timeout_s: float) -> None:
-        self._poller.poll(timeout_s * 1000)
+        self._poller.poll(int(timeout_s * 1000))
         self._doorbell.clear()
         now_s = monotonic()
         for received in self._listener.drain(DRAIN_MESSAGES):
