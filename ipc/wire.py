@@ -157,7 +157,7 @@ class Codec:
             return _mapping(self._shape(args[1]))
         if isinstance(hint, type) and issubclass(hint, Enum):
             return _enumeration(hint)
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             return self._record(hint)
         raise TypeError(f"{hint!r} can't cross the wire")
 
@@ -175,7 +175,7 @@ class Codec:
 
     def _record(self, kind: type) -> _Shape:
         hints = get_type_hints(kind)
-        parts = [(item.name, self._shape(hints[item.name])) for item in fields(kind)]  # type: ignore[arg-type]
+        parts = [(item.name, self._shape(hints[item.name])) for item in fields(kind)]
         packs = [(name, shape.pack) for name, shape in parts]
         unpacks = [(name, shape.unpack) for name, shape in parts]
         names = {name for name, _ in parts}

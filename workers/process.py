@@ -4,8 +4,8 @@ A child is a Python module that runs as `python -m`. It gets one inherited descr
 which its configuration and further descriptors come in and its reports go out. It dies with its parent: the kernel
 kills it (PR_SET_PDEATHSIG, prctl(2)), also when the parent gets SIGKILL and also when the child is stopped.
 
-Owns: the start, the control socket, exit codes. Knows nothing of what the processes do. Called by the supervisor (Child)
-and by the modules that it starts (Parent).
+Owns: the start, the control socket, exit codes. Knows nothing of what the processes do. Called by the supervisor
+(Child) and by the modules that it starts (Parent).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Child:
 
     def reports(self) -> list[Report]:
         """What has come since the last call; never waits."""
-        found = []
+        found: list[Report] = []
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self.control, _MAX_MESSAGE_BYTES, _MAX_FDS)

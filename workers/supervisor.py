@@ -2,7 +2,8 @@
 
 Order: run directory, janitor, listening socket, worker, probe token, server. A worker that dies is started again on
 the arena's live version, which it attests before it takes traffic (P10). The supervisor holds the arena's memfd and the
-listening socket, so that neither weights nor port go with a child. It serves descriptors to publishers of the same user.
+listening socket, so that neither weights nor port go with a child. It serves descriptors to publishers of the same
+user.
 
 Owns: processes, run directory, sockets (P1). Knows nothing of tokens or tensors. Called by bin/serve.
 """
