@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.25
 """How often children are looked at where nothing announces a change."""
 STATE_FILE = "supervisor.json"
-PROBE = (0,)
+PROBE, PROBE_S = (0,), 30.0
+"""Prompt of the probe, and how long a new worker may take to answer it."""
 
 
 class Supervisor:
@@ -157,14 +158,19 @@ class Supervisor:
         """Ready is only what has answered: one token through the channel. A failed probe kills the worker."""
         child = self._worker.child
         assert child is not None
-        settings = ClientConfig(connect_s=30.0)
-        try:
-            with Client.connect(self.run_dir, role="supervisor", config=settings) as client:
-                client.generate(PROBE, SamplingParams(max_tokens=1, temperature=0), deadline_s=60.0)
-        except UnisonError as error:
-            log.error("the probe failed", extra={"reason": str(error)})
-            child.kill()
-            self._worker.is_ready = False
+        until_s = monotonic() + PROBE_S
+        settings = ClientConfig(connect_s=1.0)
+        while child.is_running():
+            try:
+                with Client.connect(self.run_dir, role="supervisor", config=settings) as client:
+                    client.generate(PROBE, SamplingParams(max_tokens=1, temperature=0), deadline_s=PROBE_S)
+                return
+            except UnisonError as error:
+                if monotonic() > until_s:
+                    log.error("the probe failed", extra={"reason": str(error)})
+                    child.kill()
+                    break
+        self._worker.is_ready = False
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signals.append(number)

@@ -51,7 +51,8 @@ class ServeProcess:
         self._err = run_dir.parent / f"{run_dir.name}.err"
         with self._out.open("w") as out, self._err.open("w") as err:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "unison.workers.cli", "--model", str(model), "--run-dir", str(run_dir), *options],
+                [sys.executable, "-m", "unison.workers.cli", "--model", str(model), "--run-dir", str(run_dir),
+                 *options],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 

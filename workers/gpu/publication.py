@@ -1,8 +1,8 @@
 """Publication: a new version's way from a reserved buffer to the live one, while generation goes on (V1, V2, V5).
 
 reserve → (the publisher writes and seals) → publish → verified in a thread of its own → pending in the engine's
-guard → live between two steps. The engine holds a shared lock on every buffer whose version is installed; the lock goes when the
-guard has retired the version, so no forward ever reads a buffer that may be written.
+guard → live between two steps. The engine holds a shared lock on every buffer whose version is installed; the lock goes
+when the guard has retired the version, so no forward ever reads a buffer that may be written.
 
 Owns: which buffer holds which version, the one reservation, the calls that wait. Knows nothing of sockets: answers go
 out as (peer, call id, message). Called by the worker's loop; only `_verify` runs in the other thread.
