@@ -1,8 +1,8 @@
 """Chat: a conversation and its tools as the token ids of a prompt.
 
-Owns: the chat template, whether it knows tools, and how tools, calls and results are written where it doesn't. The whole
-history reaches the template. A rendered chat is encoded without further special tokens (P22). Knows no endpoint: OpenAI's and
-Anthropic's conversations come in as the same `ChatPrompt`.
+Owns: the chat template, whether it knows tools, and how tools, calls and results are written where it doesn't. The
+whole history reaches the template. A rendered chat is encoded without further special tokens (P22). Knows no endpoint:
+OpenAI's and Anthropic's conversations come in as the same `ChatPrompt`.
 """
 
 from __future__ import annotations

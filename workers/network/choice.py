@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from ...ipc.types import FinishReason, SamplingParams, TokenDelta, TopLogprobs, VersionSpan
 from .text import Detokenizer, StopMatcher
@@ -78,11 +79,16 @@ class ChoicePlan:
 
 
 class Choice:
-    """One completion. Life: `push` per delta of its index, until `finish_reason` is set; later deltas change nothing."""
+    """One completion. Life: `push` per delta of its index, until `finish_reason` is set; later deltas change
+    nothing."""
 
-    def __init__(self, index: int, plan: ChoicePlan) -> None:
+    def __init__(self, index: int, sample_index: int, plan: ChoicePlan) -> None:
         self.index = index
         """Its index in the HTTP answer."""
+        self.sample_index = sample_index
+        """Its index among the completions of its prompt: with the seed it repeats the completion (R3)."""
+        self.seed = plan.params.seed
+        """Seed of its prompt's request."""
         self.finish_reason: str | None = None
         """stop, length, tool_calls, abort or error, once it has ended."""
         self.tokens: list[TokenRecord] = []
@@ -132,7 +138,7 @@ class Choice:
                 break
         if self._is_cut or delta.finish_reason is not None:
             parts += self._finish(delta.finish_reason or FinishReason.STOP)
-        joined = _joined(parts)
+        joined = joined_parts(parts)
         self.parts += joined
         return ChoiceDelta(self, tuple(joined), tuple(self.tokens[first:]))
 
@@ -182,12 +188,10 @@ class Choice:
         return parts
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def joined_parts(parts: Sequence[Part]) -> list[Part]:
     """The same parts, neighbouring texts as one."""
     joined: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
+    for kind, group in groupby(parts, key=type):
+        run = list(group)
+        joined += ["".join(str(part) for part in run)] if kind is str else run
     return joined

@@ -1,15 +1,26 @@
 """Request fields of every endpoint, as tables: what is checked and what /openapi.json says are made of them.
 
 Owns: the tables. A field that a provider knows and that would change nothing here is ignored; one that would change the
-result and can't be served takes only the value that changes nothing; any other is unknown, and refused by name. Knows no
-engine. Called by the handlers and by openapi.py.
+result and can't be served takes only the value that changes nothing; any other is unknown, and refused by name. Knows
+no engine. Called by the handlers and by openapi.py.
 """
 
 from __future__ import annotations
 
 from ...ipc.types import MAX_COMPLETIONS, MAX_SEED, MAX_TOKEN_ID, MAX_TOP_LOGPROBS, OnUpdate
 from .kinds import (
-    Field, any_object, anything, array, boolean, choice, either, integer, number, record, text, token_biases,
+    Field,
+    any_object,
+    anything,
+    array,
+    boolean,
+    choice,
+    either,
+    integer,
+    number,
+    record,
+    text,
+    token_biases,
 )  # fmt: skip
 
 MAX_COUNT = 2**31 - 1

@@ -42,7 +42,7 @@ class Generation:
         self.jobs = jobs
         """One per prompt."""
         self.choices = [
-            [Choice(first + index, job.plan) for index in range(job.n)]
+            [Choice(first + index, index, job.plan) for index in range(job.n)]
             for first, job in zip(_firsts(jobs), jobs, strict=True)
         ]
         """Choices by prompt, numbered through."""

@@ -147,8 +147,8 @@ def token_biases(max_id: int) -> Kind:
     words = "an object from token ids to numbers in [-100, 100]"
     value_kind = number(-100.0, 100.0)
     schema = {
-        "type": "object", "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}, "additionalProperties": value_kind.schema,
-    }  # fmt: skip
+        "type": "object", "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}, "additionalProperties":
+        value_kind.schema, }  # fmt: skip
 
     def parse(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(value, dict):

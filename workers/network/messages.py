@@ -1,7 +1,7 @@
 """Messages: OpenAI's conversations, tools and tool choice as a `ChatPrompt`.
 
-Owns: what goes together in one message (calls are an assistant's, ids are a tool's), parts joined to text, arguments read
-from JSON. Knows no template. Called by openai_chat.py and tokens.py.
+Owns: what goes together in one message (calls are an assistant's, ids are a tool's), parts joined to text, arguments
+read from JSON. Knows no template. Called by openai_chat.py and tokens.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Text as it grows: incremental detokenizing, and stop strings across token boundaries.
 
 Owns: `Detokenizer` (token ids in, text that won't change any more out) and `StopMatcher` (text in, text that is not
-part of a stop string out). Knows no socket, clock or tokenizer: decoding is a function that comes in. Called by choice.py.
+part of a stop string out). Knows no socket, clock or tokenizer: decoding is a function that comes in. Called by
+choice.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Detokenizer:
     """Token ids one by one to pieces of text whose concatenation is the text of all.
 
     Life: `push` per token → `flush` once. A piece is held back while it ends in the middle of a character. Decoders
-    may treat the first token differently (SentencePiece drops its space), so a piece is decoded behind the tokens of the
-    piece before it.
+    may treat the first token differently (SentencePiece drops its space), so a piece is decoded behind the tokens of
+    the piece before it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

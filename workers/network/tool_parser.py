@@ -1,9 +1,9 @@
 """Tool calls out of generated text, as it comes.
 
 Owns: two formats. Hermes (also Qwen's): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them
-between other text. Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, several parted by `;`, after an optional
-`<|python_tag|>`. A call names a tool that was offered and has a JSON object of arguments; whatever else the model wrote
-between the marks stays text. Knows no socket and no protocol. Called by choice.py.
+between other text. Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, several parted by `;`, after an
+optional `<|python_tag|>`. A call names a tool that was offered and has a JSON object of arguments; whatever else the
+model wrote between the marks stays text. Knows no socket and no protocol. Called by choice.py.
 """
 
 from __future__ import annotations
