@@ -69,7 +69,7 @@ class WorkerStatus(Protocol):
 
     @property
     def loop_age_s(self) -> float:
-        """Seconds since the worker's loop last went round."""
+        """How long a message to the worker may have waited lately."""
 
     @property
     def is_paused(self) -> bool:
@@ -100,36 +100,12 @@ class WorkerStatus(Protocol):
         """Installed policy versions."""
 
     @property
-    def num_requests_submitted(self) -> int:
-        """Requests accepted since the start."""
+    def counters(self) -> Mapping[str, int]:
+        """Totals since the worker's start, by name."""
 
     @property
-    def num_generated_tokens(self) -> int:
-        """Tokens of ended completions."""
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens run as prefill."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there already."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that ran a forward pass."""
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that a sequence gave up its KV."""
-
-    @property
-    def num_flips(self) -> int:
-        """Changes of the live version."""
-
-    @property
-    def completions_by_reason(self) -> Mapping[str, int]:
-        """Ended completions by finish reason."""
+    def latencies_s(self) -> Mapping[str, float]:
+        """Percentiles of recent durations, by name; a name is absent before the first."""
 
 
 class TokenStream(Protocol):

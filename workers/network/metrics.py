@@ -6,6 +6,7 @@ status is shown. Called by app.py (every request), routing.py (every generation)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from time import monotonic
 
@@ -22,22 +23,13 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 
 GAUGES = {
     "step_age_s": ("unison_step_age_seconds", "Time since the last step ended."),
-    "loop_age_s": ("unison_loop_age_seconds", "Time since the engine's loop last went round."),
+    "loop_age_s": ("unison_loop_age_seconds", "How long a message to the engine may have waited."),
     "is_paused": ("unison_is_paused", "1 while no step is run on purpose."),
     "num_running": ("unison_running", "Sequences with KV."),
     "num_waiting": ("unison_waiting", "Sequences without KV."),
     "num_blocks": ("unison_kv_blocks", "KV blocks of the pool."),
     "num_free_blocks": ("unison_kv_free_blocks", "KV blocks that could be taken."),
     "tokens_per_s": ("unison_tokens_per_second", "Generated tokens per second, lately."),
-}
-COUNTERS = {
-    "num_requests_submitted": ("unison_engine_requests", "Requests that the engine accepted."),
-    "num_generated_tokens": ("unison_engine_generated_tokens", "Tokens of ended completions."),
-    "num_prefill_tokens": ("unison_engine_prefill_tokens", "Tokens run as prefill."),
-    "num_cached_tokens": ("unison_engine_cached_tokens", "Prompt tokens whose KV was there already."),
-    "num_steps": ("unison_engine_steps", "Steps that ran a forward pass."),
-    "num_preemptions": ("unison_engine_preemptions", "Times that a sequence gave up its KV."),
-    "num_flips": ("unison_engine_flips", "Changes of the live policy version."),
 }
 
 
@@ -125,11 +117,16 @@ class _EngineCollector(Collector):
             return
         for attribute, (name, text) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=float(getattr(self.status, attribute)))
-        for attribute, (name, text) in COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=float(getattr(self.status, attribute)))
+        for counter, count in self.status.counters.items():
+            name = f"unison_engine_{_metric_name(counter)}"
+            yield CounterMetricFamily(name, f"{counter} of the engine since its start.", value=float(count))
+        for latency, value in self.status.latencies_s.items():
+            name = f"unison_engine_{_metric_name(latency)}_seconds"
+            yield GaugeMetricFamily(name, f"{latency} of the engine, lately.", value=value)
         if self.live is not None:
             yield GaugeMetricFamily("unison_live_version", "Ordinal of the live policy version.", value=self.live)
-        ended = CounterMetricFamily("unison_engine_completions", "Ended completions.", labels=["finish_reason"])
-        for reason, count in self.status.completions_by_reason.items():
-            ended.add_metric([str(getattr(reason, "value", reason))], count)
-        yield ended
+
+
+def _metric_name(name: str) -> str:
+    """A name of the engine's as Prometheus takes it: `num_steps` → `steps`, `step_p50_s` → `step_p50`."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name.removeprefix("num_").removesuffix("_s"))
