@@ -28,6 +28,8 @@ from unison.ipc.types import (
 
 T = TypeVar("T")
 
+Sink = Callable[[tuple[TokenDelta, ...], RequestOutput | None], None]
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -73,7 +75,7 @@ class EngineBackend:
         """False makes `status` run into its deadline, as with a worker that hangs."""
         self._model = model
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._sinks: dict[str, Callable[[tuple[TokenDelta, ...], RequestOutput | None], None]] = {}
+        self._sinks: dict[str, Sink] = {}
         self._is_paused = False
         self._is_stopped = False
         self._num_requests = 0
@@ -205,7 +207,7 @@ class EngineBackend:
     async def resume(self) -> None:
         await self._call(lambda: setattr(self, "_is_paused", False))
 
-    def open(self, request: GenerateRequest, sink: Callable[[tuple[TokenDelta, ...], RequestOutput | None], None]) -> None:
+    def open(self, request: GenerateRequest, sink: Sink) -> None:
         """In the engine's thread: submit, and send what comes to `sink`."""
         self.engine.submit(request)
         self._sinks[request.request_id] = sink

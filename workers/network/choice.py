@@ -137,7 +137,8 @@ class Choice:
             if self._is_cut:
                 break
         if self._is_cut or delta.finish_reason is not None:
-            parts += self._finish(delta.finish_reason or FinishReason.STOP)
+            parts += self._finish()
+            self.finish_reason = self._reason(delta.finish_reason or FinishReason.STOP, parts)
         joined = joined_parts(parts)
         self.parts += joined
         return ChoiceDelta(self, tuple(joined), tuple(self.tokens[first:]))
@@ -175,16 +176,18 @@ class Choice:
             return [text] if text else []
         return self._parser.push(text) if text else []
 
-    def _finish(self, reason: FinishReason) -> list[Part]:
+    def _reason(self, reason: FinishReason, parts: Sequence[Part]) -> str:
+        word = "stop" if self._is_cut else FINISH_WORDS[reason]
+        has_calls = any(isinstance(part, ToolCall) for part in (*self.parts, *parts))
+        return "tool_calls" if word == "stop" and has_calls else word
+
+    def _finish(self) -> list[Part]:
         parts: list[Part] = []
         if not self._is_cut:
             parts += self._parse(self._search(self._detokenizer.flush()))
             parts += self._parse(self._matcher.flush())
         if self._parser is not None:
             parts += self._parser.finish()
-        self.finish_reason = "stop" if self._is_cut else FINISH_WORDS[reason]
-        if self.finish_reason == "stop" and (self.calls or any(isinstance(part, ToolCall) for part in parts)):
-            self.finish_reason = "tool_calls"
         return parts
 
 

@@ -19,6 +19,7 @@ from .kinds import (
     integer,
     number,
     record,
+    tagged,
     text,
     token_biases,
 )  # fmt: skip
@@ -90,7 +91,8 @@ OPENAI_SAMPLING = (
     Field("frequency_penalty", number(-2.0, 2.0), "The same, once per occurrence."),
     Field("logit_bias", token_biases(MAX_TOKEN_ID), "Added to the logits of these tokens."),
     *SAMPLING,
-    *ignored("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *ignored("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+             "prompt_cache_options", "prompt_cache_retention"),
 )
 
 COMPLETIONS = (
@@ -217,7 +219,7 @@ ANTHROPIC_TOOL_USE = record(
         Field("id", text(1), "Id of the call.", is_required=True),
         Field("name", text(1), "Name of the tool.", is_required=True),
         Field("input", any_object(), "Arguments.", is_required=True),
-        *ignored("cache_control", "caller"),
+        *ignored("cache_control", "caller", "toolset_name"),
     )
 )
 
@@ -231,12 +233,16 @@ ANTHROPIC_TOOL_RESULT = record(
     )
 )
 
+ANTHROPIC_BLOCK = tagged(
+    "type", {"text": ANTHROPIC_TEXT, "tool_use": ANTHROPIC_TOOL_USE, "tool_result": ANTHROPIC_TOOL_RESULT}
+)
+
 ANTHROPIC_MESSAGE = record(
     (
         Field("role", choice("user", "assistant"), "Who speaks.", is_required=True),
         Field(
             "content",
-            either(text(), array(either(ANTHROPIC_TEXT, ANTHROPIC_TOOL_USE, ANTHROPIC_TOOL_RESULT), 1)),
+            either(text(), array(ANTHROPIC_BLOCK, 1)),
             "What is said.",
             is_required=True,
         ),
@@ -283,7 +289,7 @@ MESSAGES = (
     Field("stop_sequences", STOP_STRINGS, "The text ends before the first of these."),
     Field("stream", boolean(), "Send server-sent events."),
     *SAMPLING,
-    *ignored("metadata", "service_tier", "inference_geo"),
+    *ignored("metadata", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id"),
 )
 
 TOKENIZE = (

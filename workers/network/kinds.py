@@ -142,6 +142,20 @@ def either(*kinds: Kind) -> Kind:
     return Kind(words, {"anyOf": [dict(kind.schema) for kind in kinds]}, parse)
 
 
+def tagged(key: str, kind_by_tag: Mapping[str, Kind]) -> Kind:
+    """An object whose field `key` says which kind it is, so that an error is about that kind."""
+    tag_kind = choice(*kind_by_tag)
+    words = f"an object whose {key} is {tag_kind.words}"
+
+    def parse(name: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise refuse(name, value, words)
+        tag = tag_kind.parse(f"{name}.{key}", value.get(key))
+        return kind_by_tag[tag].parse(name, value)
+
+    return Kind(words, {"anyOf": [dict(kind.schema) for kind in kind_by_tag.values()]}, parse)
+
+
 def token_biases(max_id: int) -> Kind:
     """An object from token ids (as strings) to values in [-100, 100], as pairs."""
     words = "an object from token ids to numbers in [-100, 100]"

@@ -147,7 +147,7 @@ class EventStream(Response):
         self._events = events
         self._close = close
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; see the class."""
         try:
             await unless_disconnected(receive, self._send(send))

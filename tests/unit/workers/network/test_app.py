@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from unison.workers.network.replies import TYPES_BY_STATUS
 from .conftest import Serve, eventually
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "seed": 1}
+IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 ONLY_A = {"allowed_token_ids": ids_of("a")}
 
 
@@ -37,7 +39,8 @@ def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str
 def test_chat_whole_and_streamed_are_the_same(http: httpx.Client) -> None:
     whole = ask(http, "/v1/chat/completions", CHAT | {"n": 3})
     chunks = events(http, "/v1/chat/completions", CHAT | {"n": 3, "stream_options": {"include_usage": True}})
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
         own = [entry for chunk in chunks for entry in chunk["choices"] if entry["index"] == choice["index"]]
         assert "".join(entry["delta"].get("content", "") for entry in own) == choice["message"]["content"]
@@ -168,7 +171,7 @@ def test_anthropic_events_are_the_whole_message(http: httpx.Client) -> None:
         ("/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "x", "min_tokens": 17}, 400, "min_tokens"),
-        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [5], "logit_bias": {"5": -100}, "top_k": 1}, 200, None),
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [5], "logit_bias": {"5": -100}}, 200, None),
         ("/v1/completions", {"prompt": "x", "echo": True, "stream": True, "logprobs": 1}, 400, "echo"),
         ("/v1/completions", {"prompt": "x", "model": "gpt"}, 404, "model"),
         ("/v1/completions", {"prompt": "x", "unison": {"pin_version": 77}}, 404, None),
@@ -182,13 +185,16 @@ def test_anthropic_events_are_the_whole_message(http: httpx.Client) -> None:
         ("/nowhere", {}, 404, None),
     ],
 )
-def test_refusals_in_openais_words(http: httpx.Client, path: str, body: dict[str, Any], status: int, param: str | None) -> None:
+def test_refusals_in_openais_words(
+    http: httpx.Client, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
     """R2, P4: bad input is refused with its status and the field's name, before the engine allocates anything."""
     reply = http.post(path, json=body)
     assert reply.status_code == status, reply.text
     if status != 200:
         error = reply.json()["error"]
-        assert error["param"] == param and error["type"] == TYPES_BY_STATUS[status][0] and error["message"] and error["code"]
+        assert (error["param"], error["type"]) == (param, TYPES_BY_STATUS[status][0])
+        assert error["message"] and error["code"]
 
 
 @pytest.mark.parametrize(
@@ -196,8 +202,7 @@ def test_refusals_in_openais_words(http: httpx.Client, path: str, body: dict[str
     [
         ({"max_tokens": 1}, 400, "invalid_request_error"),
         ({"model": "claude", "max_tokens": 1, "messages": CHAT["messages"]}, 404, "not_found_error"),
-        ({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         400, "invalid_request_error"),
+        ({"model": "tiny", "max_tokens": 1, "messages": IMAGE}, 400, "invalid_request_error"),
     ],
 )  # fmt: skip
 def test_refusals_in_anthropics_words(http: httpx.Client, body: dict[str, Any], status: int, kind: str) -> None:
@@ -283,13 +288,16 @@ def test_a_client_that_leaves_frees_its_slot(serve: Serve, backend: EngineBacken
 
 
 def test_too_many_requests(serve: Serve, backend: EngineBackend) -> None:
-    body = {"prompt": "x", "max_tokens": 10_000, "ignore_eos": True, "stream": True} | ONLY_A
-    with serve(max_concurrent=1, retry_after_s=7) as http:
-        with http.stream("POST", "/v1/completions", json=body) as reply:
-            next(reply.iter_bytes())
-            refused = http.post("/v1/completions", json={"prompt": "x"})
-            assert refused.status_code == 429 and refused.headers["retry-after"] == "7"
-        eventually(lambda: http.post("/v1/completions", json={"prompt": "x"}).status_code == 200)
+    """One more than allowed is refused at once, and served when there is room again."""
+    with serve(max_concurrent=1, retry_after_s=7, admin_key="root") as http, ThreadPoolExecutor(1) as pool:
+        http.post("/v1/policy/pause", headers={"x-api-key": "root"})
+        first = pool.submit(http.post, "/v1/completions", json={"prompt": "x"})
+        eventually(lambda: backend.num_in_flight == 1)
+        refused = http.post("/v1/completions", json={"prompt": "x"})
+        http.post("/v1/policy/resume", headers={"x-api-key": "root"})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "7"
+        assert first.result(timeout=60).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
 def test_time_out(serve: Serve, backend: EngineBackend) -> None:
@@ -307,7 +315,8 @@ def test_engine_gone(serve: Serve, backend: EngineBackend) -> None:
         backend.is_connected = False
         try:
             reply = http.post("/v1/messages", json={"model": "tiny", "max_tokens": 1, "messages": CHAT["messages"]})
-            assert reply.status_code == 503 and reply.headers["retry-after"] and reply.json()["error"]["type"] == "overloaded_error"
+            assert reply.status_code == 503 and reply.headers["retry-after"]
+            assert reply.json()["error"]["type"] == "overloaded_error"
             assert http.get("/health").status_code == http.get("/ready").status_code == 503
             assert "unison_up 0.0" in http.get("/metrics").text
         finally:

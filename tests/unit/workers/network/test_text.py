@@ -92,7 +92,9 @@ def test_stop_strings_are_found_at_any_split(text: str, stops: list[str], sizes:
     assert cut(text, stops, sizes) == first_stop(text, stops)
 
 
-@pytest.mark.parametrize(("text", "mark", "length"), [("ab<to", "<tool>", 3), ("ab", "<t", 0), ("aa", "aab", 2), ("", "a", 0)])
+@pytest.mark.parametrize(
+    ("text", "mark", "length"), [("ab<to", "<tool>", 3), ("ab", "<t", 0), ("aa", "aab", 2), ("", "a", 0)]
+)
 def test_tail_overlap(text: str, mark: str, length: int) -> None:
     assert tail_overlap(text, mark) == length
 

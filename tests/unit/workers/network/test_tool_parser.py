@@ -13,6 +13,8 @@ from unison.workers.network.tool_parser import HermesParser, LlamaParser, Part, 
 
 NAMES = ("get_weather", "f")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+UNCHANGED: list[Part] = []
+"""The text itself."""
 F1 = ToolCall("f", '{"x": 1}')
 
 
@@ -33,19 +35,21 @@ def parse(parser: ToolParser, text: str, sizes: Sequence[int] = ()) -> list[Part
         (f"{CALL} and then", [F1, "and then"]),
         (CALL.removesuffix("</tool_call>"), [F1]),
         ('<tool_call>{"name": "f", "arguments": {"x": ', ['<tool_call>{"name": "f", "arguments": {"x": ']),
-        ("<tool_call>oops</tool_call> b", ["<tool_call>oops</tool_call> b"]),
-        ("a\n<tool_call>oops</tool_call>", ["a\n<tool_call>oops</tool_call>"]),
-        ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', ['<tool_call>{"name": "g", "arguments": {}}</tool_call>']),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ['<tool_call>{"name": "f", "arguments": [1]}</tool_call>']),
-        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', ['<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>']),
+        ("<tool_call>oops</tool_call> b", UNCHANGED),
+        ("a\n<tool_call>oops</tool_call>", UNCHANGED),
+        ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', UNCHANGED),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', UNCHANGED),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', UNCHANGED),
         ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [F1]),
         ('<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>', [ToolCall("f", '{"x": "</tool_call>"}')]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+         [ToolCall("f", '{"x": "</tool_call>"}')]),
         ("a < b <tool", ["a < b <tool"]),
         ("ends with space \n", ["ends with space \n"]),
     ],
 )  # fmt: skip
 def test_hermes(text: str, parts: list[Part]) -> None:
+    parts = parts or [text]
     assert parse(HermesParser(NAMES), text) == parts
     assert parse(HermesParser(NAMES), text, [1] * len(text)) == parts
 
@@ -68,7 +72,9 @@ def test_llama(text: str, parts: list[Part]) -> None:
 
 
 FRAGMENTS = st.lists(
-    st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', "{", '"', "\n", " ", "text", "<"]),
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', "{", '"', "\n", " ", "text", "<"]
+    ),
     max_size=9,
 ).map("".join)  # fmt: skip
 
