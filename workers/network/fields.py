@@ -157,15 +157,37 @@ CALL = record(
     )
 )
 
-MESSAGE = record(
-    (
-        Field("role", choice("system", "developer", "user", "assistant", "tool"), "Who speaks.", is_required=True),
-        Field("content", CONTENT, "What is said; an assistant that calls tools may say nothing."),
-        Field("name", text(), "Name of the speaker, for templates that show it."),
-        Field("tool_calls", array(CALL, 0), "Calls that the assistant made."),
-        Field("tool_call_id", text(1), "Which call a tool answers."),
-        *ignored("refusal", "annotations", "audio", "function_call", "unison"),
-    )
+SPEAKER = Field("name", text(), "Name of the speaker, for templates that show it.")
+SAID = Field("content", CONTENT, "What is said.", is_required=True)
+
+
+def role(name: str) -> Field:
+    """The role that a kind of message has."""
+    return Field("role", choice(name), "Who speaks.", is_required=True)
+
+
+MESSAGE = tagged(
+    "role",
+    {name: record((role(name), SAID, SPEAKER)) for name in ("system", "developer", "user")}
+    | {
+        "assistant": record(
+            (
+                role("assistant"),
+                Field("content", CONTENT, "What is said; with calls it may be nothing."),
+                SPEAKER,
+                Field("tool_calls", array(CALL, 0), "Calls that the assistant made."),
+                *ignored("refusal", "annotations", "audio", "function_call", "unison"),
+            )
+        ),
+        "tool": record(
+            (
+                role("tool"),
+                SAID,
+                SPEAKER,
+                Field("tool_call_id", text(1), "Which call the tool answers.", is_required=True),
+            )
+        ),
+    },
 )
 
 CHAT = (

@@ -1,7 +1,7 @@
 """Messages: OpenAI's conversations, tools and tool choice as a `ChatPrompt`.
 
-Owns: what goes together in one message (calls are an assistant's, ids are a tool's), parts joined to text, arguments
-read from JSON. Knows no template. Called by openai_chat.py and tokens.py.
+Owns: parts joined to text, arguments read from JSON, and what tools and tool choice must have in common. Knows no
+template. Called by openai_chat.py and tokens.py.
 """
 
 from __future__ import annotations
@@ -69,10 +69,6 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     where = f"messages.{index}"
     role = "system" if message["role"] == "developer" else message["role"]
     calls = message.get("tool_calls", ())
-    if calls and role != "assistant":
-        raise InvalidRequestError(f"{where}.tool_calls", f"belong to the role assistant, not to {role}")
-    if role == "tool" and "tool_call_id" not in message:
-        raise InvalidRequestError(f"{where}.tool_call_id", "is missing; say which call the tool answers")
     if "content" not in message and not calls:
         raise InvalidRequestError(f"{where}.content", "is missing; only an assistant that calls tools may say nothing")
     read: dict[str, Any] = {"role": role, "content": joined_text(message.get("content", ""))}

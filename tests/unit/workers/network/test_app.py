@@ -10,6 +10,8 @@ import httpx
 import pytest
 from harness.byte_tokenizer import BYTES_FROM, ids_of
 from harness.engine_backend import EngineBackend
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from unison.ipc.errors import ERROR_CODES, ErrorCode, UnisonError
 from unison.ipc.types import SamplingParams
 from unison.workers.network.app import ENDPOINTS
@@ -18,7 +20,7 @@ from unison.workers.network.replies import TYPES_BY_STATUS
 
 from .conftest import Serve, eventually
 
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "seed": 1}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "seed": 1}
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 ONLY_A = {"allowed_token_ids": ids_of("a")}
 
@@ -364,6 +366,34 @@ def test_a_stop_token_has_no_text(http: httpx.Client) -> None:
     choice = ask(http, "/v1/completions", body)["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
     assert choice["unison"]["token_ids"] == [BYTES_FROM + 97]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=6,
+)
+GOOD = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/messages": {"model": "tiny", "max_tokens": 2, "messages": CHAT["messages"]},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": CHAT["messages"]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [7]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GOOD)
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_bad_input_is_never_our_fault(http: httpx.Client, path: str, data: st.DataObject) -> None:
+    """R2: whatever a field holds, the answer is a result or a refusal that /openapi.json announces."""
+    endpoint = next(endpoint for endpoint in ENDPOINTS if endpoint.path == path)
+    names = [field.name for field in endpoint.fields or () if field.name != "stream"]
+    body = GOOD[path] | data.draw(st.dictionaries(st.sampled_from(names), JSON, min_size=1, max_size=3))
+    reply = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert reply.status_code in (200, 400, 404), (body, reply.text)
 
 
 def test_every_endpoint_is_described(http: httpx.Client) -> None:
