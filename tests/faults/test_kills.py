@@ -152,7 +152,7 @@ def test_worker_killed_mid_verify(run: ServeProcess) -> None:
                 threading.Timer(0.0005 * at, os.kill, (old, signal.SIGKILL)).start()
                 version, manifest = publisher.arena.seal(open_update.buffer, open_update.ordinal)
                 client.publish(version, open_update.buffer, manifest)
-                wait_until(lambda: not is_running(old), "the worker to die")
+                wait_until(lambda pid=old: not is_running(pid), "the worker to die")
                 raise WorkerLostError("it went live before the kill")
             new_worker(run, old)
             outcomes.append(wait_until(lambda: _live(client), "an answer"))
@@ -198,7 +198,7 @@ def test_publisher(run: ServeProcess, number: signal.Signals, moment: str) -> No
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_supervisor(tmp_path: Path, model: Path, is_busy: bool) -> None:
-    """P34, P33, P3: nothing outlives a killed supervisor, no socket is left, and the run directory can be used again."""
+    """P34, P33, P3: nothing outlives a killed supervisor, no socket is left, and its directory can be used again."""
     names = set(os.listdir("/dev/shm"))
     process = ServeProcess(tmp_path / "r", model, *TINY).wait_ready()
     children = process.pids()

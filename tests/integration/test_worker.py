@@ -20,14 +20,38 @@ from harness.tiny_model import assert_baseline, tiny_spec, tiny_weights
 from unison.ipc.arena.publisher import WeightPublisher
 from unison.ipc.client import AsyncClient, Client, ClientConfig
 from unison.ipc.errors import (
-    ArenaError, CapacityError, DeadlineError, DigestMismatchError, HandshakeError, InvalidRequestError,
-    PromptTooLongError, ShuttingDownError, UnknownVersionError, VersionBusyError, WorkerLostError,
+    ArenaError,
+    CapacityError,
+    DeadlineError,
+    DigestMismatchError,
+    HandshakeError,
+    InvalidRequestError,
+    PromptTooLongError,
+    ShuttingDownError,
+    UnknownVersionError,
+    VersionBusyError,
+    WorkerLostError,
 )  # fmt: skip
 from unison.ipc.messages import (
-    CODEC, Failed, Hello, Ping, Pong, PublishWeights, RequestAccepted, RequestFinished, SubmitRequest, Welcome,
+    CODEC,
+    Failed,
+    Hello,
+    Ping,
+    Pong,
+    PublishWeights,
+    RequestAccepted,
+    RequestFinished,
+    SubmitRequest,
+    Welcome,
 )  # fmt: skip
 from unison.ipc.types import (
-    ErrorReason, FinishReason, GenerateRequest, OnUpdate, PolicyVersion, SamplingParams, VersionSpan,
+    ErrorReason,
+    FinishReason,
+    GenerateRequest,
+    OnUpdate,
+    PolicyVersion,
+    SamplingParams,
+    VersionSpan,
 )  # fmt: skip
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
