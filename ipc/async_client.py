@@ -130,6 +130,7 @@ class _Mailbox:
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
 
     def put(self, value: Any) -> None:
+        """One more answer."""
         self._answers.put_nowait(value)
 
     async def take(self) -> Any:

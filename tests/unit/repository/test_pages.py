@@ -6,14 +6,15 @@ import ast
 import dataclasses
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.source_tree import ROOT, module_paths
-from unison.engine import config as config_module
 from unison.engine.config import EngineConfig
 from unison.ipc import errors, types
+from unison.workers.config import ServeConfig
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -57,7 +58,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def config_fields(kind: type, prefix: str = "") -> dict[str, tuple[dataclasses.Field[Any], str]]:
     """Dotted name → field and docstring, for a configuration class and its parts."""
-    tree = ast.parse(inspect.getsource(config_module))
+    tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__)
     texts = {
         item.target.id: ast.literal_eval(following.value)
@@ -92,7 +93,8 @@ def default_text(item: dataclasses.Field[Any]) -> str:
 def test_configuration_page_matches_the_code() -> None:
     """S9, P50: each field is on the page with its default, unit, bound and meaning, and the page lists no other."""
     rows = {cells[0].strip("`"): cells[1:] for cells in table_rows(ROOT / "docs/configuration.md", 5)}
-    expected = config_fields(EngineConfig)
+    processes = {name: item for name, item in config_fields(ServeConfig).items() if not name.startswith("engine.")}
+    expected = config_fields(EngineConfig) | processes
     assert list(rows) == list(expected)
     for name, (item, meaning) in expected.items():
         default, unit, bound, text = rows[name]
