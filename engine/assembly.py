@@ -64,8 +64,10 @@ class EngineParts:
     """The KV tensors."""
 
 
-def assemble(spec: ModelSpec, weights: Mapping[str, Tensor], config: EngineConfig, ordinal: int) -> EngineParts:
-    """Build all parts for one model on one device.
+def assemble(
+    spec: ModelSpec, weights: Mapping[str, Tensor], config: EngineConfig, ordinals: tuple[int, int]
+) -> EngineParts:
+    """Build all parts for one model on one device. `ordinals`: that of `weights`, and the highest ever given.
 
     Raises:
         WeightsError, ConfigError: the weights or the configuration don't fit; nothing stays allocated.
@@ -74,8 +76,9 @@ def assemble(spec: ModelSpec, weights: Mapping[str, Tensor], config: EngineConfi
     dtype: torch.dtype = getattr(torch, config.dtype)
     layout = WeightLayout(spec, dtype)
     bound = layout.bind(weights)
-    version = PolicyVersion(ordinal, layout.manifest(weights).digest)
-    guard = PolicyVersionGuard(version, bound, config.versions.max_installed, config.versions.lock_timeout_s)
+    version = PolicyVersion(ordinals[0], layout.manifest(weights).digest)
+    versions = config.versions
+    guard = PolicyVersionGuard(version, bound, versions.max_installed, versions.lock_timeout_s, ordinals[1])
     kernels = _kernels(config, device)
     runtime = config.runtime
     split = split_tokens_for(spec.max_position_embeddings, config.attention.max_kv_splits)

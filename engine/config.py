@@ -8,125 +8,110 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..ipc.errors import ConfigError
+from .settings import Checked, bounded, from_dict, to_dict
 
 INT32_MAX = 2**31 - 1
 
 
-def _bounded(default: Any, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field with its bound kept beside it, so that checks, docs and error messages read the same numbers."""
-    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
-
-
-class _Checked:
-    """Checks every field against its own metadata; parts check themselves."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for item in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, item.name)
-            if not is_dataclass(value):
-                _check(item.name, value, hints[item.name], item.metadata)
-
-
 @dataclass(frozen=True)
-class CacheConfig(_Checked):
+class CacheConfig(Checked):
     """The KV pool and the prefix index."""
 
-    strategy: str = _bounded("paged", choices=("paged", "contiguous"))
+    strategy: str = bounded("paged", choices=("paged", "contiguous"))
     """How slots are given out: blocks on demand, or one run of slots per sequence."""
-    block_size_tokens: int = _bounded(16, 1, 1024)
+    block_size_tokens: int = bounded(16, 1, 1024)
     """Slots per block (paged); the unit of sharing in the prefix index."""
-    num_tokens: int | None = _bounded(None, 1, INT32_MAX)
+    num_tokens: int | None = bounded(None, 1, INT32_MAX)
     """Slots of the whole pool; None sizes it from memory."""
-    memory_fraction: float = _bounded(0.25, 0.01, 0.95)
+    memory_fraction: float = bounded(0.25, 0.01, 0.95)
     """Share of the memory that is free after the weights, given to the pool when `num_tokens` is None."""
-    prefix_caching: bool = _bounded(True)
+    prefix_caching: bool = bounded(True)
     """Share the KV of equal prompt beginnings under the same policy version."""
 
 
 @dataclass(frozen=True)
-class SchedulerConfig(_Checked):
+class SchedulerConfig(Checked):
     """What one step may hold, and who waits."""
 
-    max_num_seqs: int = _bounded(128, 1, 65536)
+    max_num_seqs: int = bounded(128, 1, 65536)
     """Sequences that may run at once: rows of the block table."""
-    max_step_tokens: int = _bounded(512, 1, 65536)
+    max_step_tokens: int = bounded(512, 1, 65536)
     """Tokens of one forward pass, shared by decodes and prefill chunks."""
-    prefill_chunk_tokens: int = _bounded(256, 1, 65536)
+    prefill_chunk_tokens: int = bounded(256, 1, 65536)
     """Most prompt tokens of one sequence in one step."""
-    max_waiting: int = _bounded(100_000, 1, 10_000_000)
+    max_waiting: int = bounded(100_000, 1, 10_000_000)
     """Requests that may wait for admission; one more is refused with `no_capacity`."""
-    watermark_fraction: float = _bounded(0.02, 0.0, 0.5)
+    watermark_fraction: float = bounded(0.02, 0.0, 0.5)
     """Share of the blocks kept free at admission, so that running sequences can grow without preemption."""
-    max_bypass_steps: int = _bounded(32, 0, 1_000_000)
+    max_bypass_steps: int = bounded(32, 0, 1_000_000)
     """Steps for which smaller requests may overtake one that doesn't fit; after that it is next."""
 
 
 @dataclass(frozen=True)
-class AttentionConfig(_Checked):
+class AttentionConfig(Checked):
     """How attention is cut up."""
 
-    max_kv_splits: int = _bounded(32, 1, 1024)
+    max_kv_splits: int = bounded(32, 1, 1024)
     """Most partitions of one sequence's KV; their length follows from the model's context. Results depend on it."""
-    query_tile_rows: int = _bounded(64, 1, 1024)
+    query_tile_rows: int = bounded(64, 1, 1024)
     """Query rows that share one read of the KV in prefill; results don't depend on it."""
 
 
 @dataclass(frozen=True)
-class SamplingConfig(_Checked):
+class SamplingConfig(Checked):
     """Defaults of sampling that are the engine's, not the request's."""
 
-    penalty_window_tokens: int = _bounded(64, 0, INT32_MAX)
+    penalty_window_tokens: int = bounded(64, 0, INT32_MAX)
     """Last tokens that penalties look at where the request names no window; 0 means all."""
 
 
 @dataclass(frozen=True)
-class RuntimeConfig(_Checked):
+class RuntimeConfig(Checked):
     """How forward passes are run."""
 
-    kernels: str = _bounded("auto", choices=("auto", "native", "torch"))
+    kernels: str = bounded("auto", choices=("auto", "native", "torch"))
     """Which kernels compute: native where they can be built, else torch."""
-    exact: bool = _bounded(True)
+    exact: bool = bounded(True)
     """A row's result never depends on its company; False takes the fastest path that torch offers."""
-    num_threads: int | None = _bounded(None, 1, 1024)
+    num_threads: int | None = bounded(None, 1, 1024)
     """CPU threads of the forward pass; None takes every core that this process may use."""
-    prefill_warmup_tokens: int = _bounded(64, 0, 65536)
+    prefill_warmup_tokens: int = bounded(64, 0, 65536)
     """Length of the prompt that `Engine.warm_up` runs before the first request; 0 runs none."""
-    cuda_graphs: bool = _bounded(True)
+    cuda_graphs: bool = bounded(True)
     """Capture steady decode in CUDA graphs (CUDA only)."""
 
 
 @dataclass(frozen=True)
-class VersionConfig(_Checked):
+class VersionConfig(Checked):
     """Policy versions held at once."""
 
-    max_installed: int = _bounded(2, 1, 16)
+    max_installed: int = bounded(2, 2, 16)
     """Weight sets that may be installed together: the live one, those still pinned, and the pending one."""
-    lock_timeout_s: float = _bounded(60.0, 0.001, 86_400.0)
+    lock_timeout_s: float = bounded(60.0, 0.001, 86_400.0)
     """Seconds that an update waits for a synchronous batch (and a batch for an update) before it gives up."""
 
 
 @dataclass(frozen=True)
-class MetricsConfig(_Checked):
+class MetricsConfig(Checked):
     """What the engine remembers about itself."""
 
-    recent_requests: int = _bounded(128, 1, 1_000_000)
+    recent_requests: int = bounded(128, 1, 1_000_000)
     """Finished requests behind the percentiles in `Engine.stats()`."""
 
 
 @dataclass(frozen=True)
-class EngineConfig(_Checked):
+class EngineConfig(Checked):
     """All of the engine's configuration."""
 
-    device: str = _bounded("cpu")
+    device: str = bounded("cpu")
     """A torch device: `cpu`, `cuda` or `cuda:N`."""
-    dtype: str = _bounded("bfloat16", choices=("bfloat16", "float32"))
+    dtype: str = bounded("bfloat16", choices=("bfloat16", "float32"))
     """Element type of weights, activations and KV."""
-    max_model_len: int | None = _bounded(None, 1, INT32_MAX)
+    max_model_len: int | None = bounded(None, 1, INT32_MAX)
     """Most tokens (prompt and completion) of one sequence; None takes the model's context."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The KV pool and the prefix index."""
@@ -159,53 +144,13 @@ class EngineConfig(_Checked):
         Raises:
             ConfigError: an unknown key or a value out of bounds, with its dotted name (P4).
         """
-        return _from_dict(EngineConfig, values, "")
+        return from_dict(EngineConfig, values, "")
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values; `from_dict` gives an equal configuration back."""
-        return _to_dict(self)
+        return to_dict(self)
 
 
 def available_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None:
-    kinds = get_args(hint) or (hint,)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (isinstance(value, kinds) or (float in kinds and is_number)) or (
-        isinstance(value, bool) and bool not in kinds
-    ):
-        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ConfigError(name, f"is {value!r}; must be {expected}")
-    if metadata.get("choices") and value not in metadata["choices"]:
-        raise ConfigError(name, f"is {value!r}; must be one of {', '.join(metadata['choices'])}")
-    low, high = metadata.get("low"), metadata.get("high")
-    if is_number and low is not None and not low <= value <= high:
-        raise ConfigError(name, f"is {value!r}; must be in [{low}, {high}]")
-
-
-def _from_dict(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
-    known = {item.name: item for item in fields(kind)}
-    hints = get_type_hints(kind)
-    arguments = {}
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(prefix + key, f"is no known key; known are {', '.join(known)}")
-        if known[key].default_factory is not MISSING:
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    prefix + key, f"is {value!r}; must be a table of {', '.join(get_type_hints(hints[key]))}"
-                )
-            value = _from_dict(hints[key], value, f"{prefix}{key}.")
-        arguments[key] = value
-    try:
-        return kind(**arguments)
-    except ConfigError as error:
-        raise ConfigError(prefix + error.field, str(error).removeprefix(f"{error.field}: ")) from None
-
-
-def _to_dict(part: Any) -> dict[str, Any]:
-    values = {item.name: getattr(part, item.name) for item in fields(part)}
-    return {name: _to_dict(value) if is_dataclass(value) else value for name, value in values.items()}

@@ -22,8 +22,10 @@ from torch import Tensor
 from ..ipc.errors import BatchFailedError, DigestMismatchError, InvalidRequestError, InvariantError
 from ..ipc.types import (
     MAX_SEED,
+    ErrorReason,
     FinishReason,
     GenerateRequest,
+    Manifest,
     PolicyVersion,
     RequestOutput,
     SamplingParams,
@@ -65,9 +67,13 @@ class Engine:
         weights: Mapping[str, Tensor],
         config: EngineConfig | None = None,
         ordinal: int = 0,
+        highest_ordinal: int = 0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """Run straight off `weights` (Hugging Face names → tensors in one `WeightLayout`), without copying them.
+
+        They are version `ordinal`; `highest_ordinal` is what an engine before this one had come to, so that ordinals
+        only grow over its death too (V1).
 
         Raises:
             WeightsError: a tensor is missing, unexpected, misshapen, or outside the flat layout.
@@ -76,7 +82,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.spec = spec
         self._clock = clock
-        self._parts: EngineParts = assemble(spec, weights, self.config, ordinal)
+        self._parts: EngineParts = assemble(spec, weights, self.config, (ordinal, highest_ordinal))
         self._num_requests = 0
         self._num_preemptions = 0
         self._kept: list[StepOutput] = []
@@ -111,10 +117,10 @@ class Engine:
         parts.scheduler.submit(Request(request, self._num_requests, seed, stop_ids))
         parts.metrics.on_submit(request.request_id, self._clock())
 
-    def abort(self, request_id: str) -> bool:
-        """Cancel what isn't finished; the terminal events come with the next step. False where the id isn't in
-        flight."""
-        return self._parts.scheduler.abort(request_id)
+    def abort(self, request_id: str, reason: ErrorReason = ErrorReason.CANCELLED) -> bool:
+        """Cancel what isn't finished; the terminal events come with the next step (or `take_events`). False where the
+        id isn't in flight."""
+        return self._parts.scheduler.abort(request_id, reason)
 
     @property
     def has_work(self) -> bool:
@@ -123,12 +129,11 @@ class Engine:
 
     def step(self) -> StepOutput:
         """Advance by one step: at most one token per running sequence, and a share of the waiting prompts."""
-        kept, self._kept = self._kept, []
-        outputs = [*kept, self._advance()]
-        return StepOutput(
-            tuple(delta for output in outputs for delta in output.deltas),
-            tuple(done for output in outputs for done in output.finished),
-        )
+        return self._with_kept(self._advance())
+
+    def take_events(self) -> StepOutput:
+        """What is there to report without running anything: terminal events of requests that were aborted."""
+        return self._with_kept(self._pending_events())
 
     def run_batch(
         self,
@@ -195,11 +200,12 @@ class Engine:
         return self._parts.guard.installed
 
     def install(
-        self, weights: Mapping[str, Tensor], ordinal: int | None = None, digest: str | None = None
+        self, weights: Mapping[str, Tensor], ordinal: int | None = None, expected: Manifest | str | None = None
     ) -> PolicyVersion:
         """Make `weights` the next live version; it goes live before the next step, without a copy and without a pause.
 
         The tensors must stay unwritten until the version is retired. `ordinal` defaults to one above the highest seen.
+        `expected` is what the publisher says of them, a manifest or its root digest; the bytes are hashed here anyway.
 
         Raises:
             StaleVersionError, DigestMismatchError, WeightsError, VersionBusyError: nothing has changed (V5).
@@ -207,13 +213,17 @@ class Engine:
         parts = self._parts
         bound = parts.layout.bind(weights)
         manifest = parts.layout.manifest(weights)
+        digest = expected.digest if isinstance(expected, Manifest) else expected
+        differing = manifest.differing(expected) if isinstance(expected, Manifest) else ()
         version = PolicyVersion(parts.guard.next_ordinal if ordinal is None else ordinal, digest or manifest.digest)
 
         def verify(_: DecoderWeights) -> None:
             if manifest.digest != version.digest:
                 raise DigestMismatchError(
                     f"version {version.ordinal} was announced with digest {version.digest}, its tensors have "
-                    f"{manifest.digest}; publish again from intact tensors"
+                    f"{manifest.digest}; publish again from intact tensors (differing: "
+                    f"{', '.join(differing[:4]) or 'unknown'}{' …' if len(differing) > 4 else ''})",
+                    differing,
                 )
 
         parts.guard.install(version, bound, verify)
@@ -226,6 +236,35 @@ class Engine:
             UnknownVersionError: it isn't installed any more.
         """
         self._parts.guard.rollback(ordinal)
+
+    def pin(self, ordinal: int) -> None:
+        """Keep an installed version until `unpin`, whoever else lets go of it; pins are counted.
+
+        Raises:
+            UnknownVersionError: it isn't installed (any more).
+        """
+        self._parts.guard.pin(ordinal)
+
+    def unpin(self, ordinal: int) -> None:
+        """Give one pin back.
+
+        Raises:
+            InvariantError: there is none to give back.
+        """
+        self._parts.guard.unpin(ordinal)
+
+    def retire(self, ordinal: int) -> None:
+        """Give up a version that is kept for rollback only; its weights aren't read after the next step or flip.
+
+        Raises:
+            UnknownVersionError: it isn't installed. VersionBusyError: it is live, pending or pinned.
+        """
+        self._parts.guard.retire(ordinal)
+
+    @property
+    def next_ordinal(self) -> int:
+        """The lowest ordinal that `install` accepts."""
+        return self._parts.guard.next_ordinal
 
     def flip(self) -> bool:
         """Make a pending version live now, between two steps; True where the live version changed."""
@@ -310,11 +349,18 @@ class Engine:
             if len(done) < len(requests):
                 for request_id in wanted - set(done):
                     self.abort(request_id)
-                self._take(self._drain(), wanted)
+                self._take(self._pending_events(), wanted)
         return [done[request.request_id] for request in requests]
 
-    def _drain(self) -> StepOutput:
-        """Events that are there already, without running anything."""
+    def _with_kept(self, last: StepOutput) -> StepOutput:
+        kept, self._kept = self._kept, []
+        outputs = [*kept, last]
+        return StepOutput(
+            tuple(delta for output in outputs for delta in output.deltas),
+            tuple(done for output in outputs for done in output.finished),
+        )
+
+    def _pending_events(self) -> StepOutput:
         events = self._parts.scheduler.take_events()
         now_s = self._clock()
         self._parts.stepper.clear_plan()

@@ -85,14 +85,17 @@ class PolicyVersionGuard(Generic[W]):
         S8: while a thread holds generation or an update, no other thread's flip changes the live version.
     """
 
-    def __init__(self, version: PolicyVersion, weights: W, max_installed: int, lock_timeout_s: float) -> None:
-        """Start with `version` live. `max_installed` counts the live version; waits give up after `lock_timeout_s`."""
+    def __init__(
+        self, version: PolicyVersion, weights: W, max_installed: int, lock_timeout_s: float, highest: int = 0
+    ) -> None:
+        """Start with `version` live. `max_installed` counts the live version; waits give up after `lock_timeout_s`;
+        `highest` is the highest ordinal that a guard before this one has seen."""
         self._max_installed = max_installed
         self._lock_timeout_s = lock_timeout_s
         self._live = _Entry(version, weights, was_live=True)
         self._pending: _Entry[W] | None = None
         self._installed = {version.ordinal: self._live}
-        self._highest = version.ordinal
+        self._highest = max(version.ordinal, highest)
         self._retired: list[PolicyVersion] = []
         self._installing: PolicyVersion | None = None
 

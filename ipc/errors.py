@@ -15,6 +15,12 @@
     ├── CapacityError            no room now; trying again later may work
     ├── RequestFailedError       an accepted request ended in an error
     │   └── BatchFailedError         some prompts of a batch did; carries indices and reasons
+    ├── WireError                a frame isn't a message of this protocol; nothing was done
+    ├── HandshakeError           two processes don't belong together: token, schema, role, user or run directory
+    ├── WorkerLostError          the worker that held a call is gone; it may be asked again
+    │   └── ShuttingDownError        it is about to go: it drains and takes nothing new
+    ├── ArenaError               the weight arena refused: a buffer in use, another layout, a foreign device
+    ├── ProcessFailedError       a child process didn't start, or died too often; carries its story
     ├── DeadlineError            a wait ran out; says what it waited for
     └── InvariantError           Unison's own fault: a promise is broken; never caught below a process's outermost loop
 
@@ -117,6 +123,30 @@ class BatchFailedError(RequestFailedError):
         self.failures = failures
 
 
+class WireError(UnisonError, ValueError):
+    """A frame isn't a message of this protocol: malformed, oversize, of an unknown tag, or with wrong fields."""
+
+
+class HandshakeError(UnisonError):
+    """Two processes don't belong together: the token, the schema, the role, the user or the run directory differ."""
+
+
+class WorkerLostError(UnisonError):
+    """The worker that held a call is gone: it died, was restarted under a new epoch, or doesn't answer (R1)."""
+
+
+class ShuttingDownError(WorkerLostError):
+    """The worker drains and takes no new request; ask the next one."""
+
+
+class ArenaError(UnisonError):
+    """The weight arena refused: a buffer is in use, the layout or the device is another, or memory ran out."""
+
+
+class ProcessFailedError(UnisonError):
+    """A child process didn't start, or died more often than allowed. The text carries the end of its log."""
+
+
 class DeadlineError(UnisonError, TimeoutError):
     """A wait ran out (P2). The text says what was waited for and how long."""
 
@@ -153,6 +183,12 @@ ERROR_CODES: dict[type[UnisonError], ErrorCode] = {
     CapacityError: ErrorCode("no_capacity", 429, True),
     RequestFailedError: ErrorCode("request_failed", 500, False),
     BatchFailedError: ErrorCode("batch_failed", 500, False),
+    WireError: ErrorCode("malformed_message", 400, False),
+    HandshakeError: ErrorCode("handshake_refused", 403, False),
+    WorkerLostError: ErrorCode("worker_lost", 503, True),
+    ShuttingDownError: ErrorCode("shutting_down", 503, True),
+    ArenaError: ErrorCode("arena_refused", 409, False),
+    ProcessFailedError: ErrorCode("process_failed", 503, False),
     DeadlineError: ErrorCode("deadline_exceeded", 408, True),
     InvariantError: ErrorCode("internal_error", 500, False),
 }

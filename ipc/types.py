@@ -47,6 +47,10 @@ class ErrorReason(str, Enum):
     """Bans, allowed tokens and filters left no token to draw."""
     KV_EXHAUSTED = "kv_exhausted"
     """The sequence outgrew the whole KV pool."""
+    CLIENT_TOO_SLOW = "client_too_slow"
+    """The client didn't read its events, and what waited for it passed the limit."""
+    SHUTDOWN = "shutdown"
+    """The worker was told to stop and the request didn't end within the drain time."""
     INTERNAL = "internal"
     """A fault inside the engine while this request ran."""
 

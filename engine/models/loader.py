@@ -25,14 +25,19 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 def load(directory: Path, layout: WeightLayout, device: torch.device) -> dict[str, Tensor]:
-    """Read every parameter into a new flat vector of `layout`; floats of another width are rounded to its dtype.
+    """Read every parameter into a new flat vector of `layout`, as `load_into` does."""
+    views = layout.views(layout.allocate(device))
+    load_into(directory, layout, views)
+    return views
+
+
+def load_into(directory: Path, layout: WeightLayout, views: dict[str, Tensor]) -> None:
+    """Read every parameter into its view; floats of another width are rounded to the layout's dtype.
 
     Raises:
         WeightsError: a file or tensor is missing, unexpected, misshapen, damaged, there twice, or of no float type; a
-        tied
-            tensor that is stored as well differs from its twin.
+            tied tensor that is stored as well differs from its twin.
     """
-    views = layout.views(layout.allocate(device))
     seen: set[str] = set()
     for path, expected in _files(directory):
         names = _read(path, layout, views, seen)
@@ -40,7 +45,6 @@ def load(directory: Path, layout: WeightLayout, device: torch.device) -> dict[st
             raise WeightsError(f"{path.name} and {INDEX} disagree about {sorted(names ^ expected)[:8]}")
     if missing := sorted(set(layout.entries) - seen):
         raise WeightsError(f"{directory} lacks tensors: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}")
-    return views
 
 
 def _files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:

@@ -78,7 +78,7 @@ def test_refused_installs_change_nothing() -> None:
     with pytest.raises(StaleVersionError):
         engine.install(weights, ordinal=4)
     with pytest.raises(DigestMismatchError, match="publish again"):
-        engine.install(weights, ordinal=6, digest="0" * 32)
+        engine.install(weights, ordinal=6, expected="0" * 32)
     with pytest.raises(WeightsError, match="missing"):
         engine.install({name: tensor for name, tensor in weights.items() if "norm" not in name})
     with pytest.raises(WeightsError, match=r"WeightLayout\.pack"):
@@ -97,7 +97,7 @@ def test_one_changed_byte_changes_the_digest() -> None:
     digest = engine._parts.layout.manifest(weights).digest
     weights["model.embed_tokens.weight"].view(torch.uint8)[3, 5] ^= 1
     with pytest.raises(DigestMismatchError):
-        engine.install(weights, digest=digest)
+        engine.install(weights, expected=digest)
     assert engine.live_version.ordinal == 0
 
 
@@ -106,7 +106,7 @@ def test_retried_install_acts_once() -> None:
     engine = tiny_engine()
     weights = tiny_weights(engine.spec, 1)
     version = engine.install(weights, ordinal=1)
-    assert engine.install(weights, ordinal=1, digest=version.digest) == version
+    assert engine.install(weights, ordinal=1, expected=version.digest) == version
     engine.step()
     assert engine.install(weights, ordinal=1) == version
     assert engine.stats().num_flips == 1

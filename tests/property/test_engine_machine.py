@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
     def install_damaged(self, seed: int) -> None:
         before, live = self.engine.versions, self.engine.live_version
         with pytest.raises((DigestMismatchError, VersionBusyError)):
-            self.engine.install(self.weights[seed], digest="f" * 32)
+            self.engine.install(self.weights[seed], expected="f" * 32)
         assert (self.engine.versions, self.engine.live_version) == (before, live)
 
     @rule(back=st.integers(1, 3))

@@ -75,8 +75,9 @@ def test_nothing_unpickles() -> None:
 def test_public_surface() -> None:
     """S2, S38: what engine and scheduler offer; a name that comes or goes is a decision, not an accident."""
     assert public(Engine) == [
-        "abort", "check_invariants", "flip", "from_pretrained", "has_work", "install", "live_version", "rollback",
-        "run_batch", "score", "stats", "status", "step", "submit", "versions", "warm_up",
+        "abort", "check_invariants", "flip", "from_pretrained", "has_work", "install", "live_version", "next_ordinal",
+        "pin", "retire", "rollback", "run_batch", "score", "stats", "status", "step", "submit", "take_events", "unpin",
+        "versions", "warm_up",
     ]  # fmt: skip
     assert public(Scheduler) == [
         "abort", "apply", "check_invariants", "fail", "forget_version", "has_work", "knows", "num_requests",

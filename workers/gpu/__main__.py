@@ -1,0 +1,112 @@
+"""Entry point of the GPU worker's process: weights, engine, channel, then the loop. Started by the supervisor."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from time import monotonic
+
+import zmq
+
+from ...ipc.address import Address, socket_path, write_address
+from ...ipc.channel import ChannelConfig, Listener
+from ...ipc.errors import InvariantError, UnisonError
+from ..config import ServeConfig
+from ..logs import setup_logging
+from ..process import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, Parent
+from .report import WorkerGauges
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""How often the supervisor is told that the loop turns."""
+
+
+def main() -> int:
+    """Run one worker; returns the exit code."""
+    parent = Parent.join()
+    setup_logging("worker", parent.config["log_level"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return _serve(parent)
+    except InvariantError:
+        log.exception("a promise of ours is broken")
+        return EXIT_FAULT
+    except UnisonError as error:
+        log.error("can't serve", extra={"reason": str(error), "kind": type(error).__name__})
+        parent.report("failed", message=str(error))
+        return EXIT_CONFIG
+    except Exception:  # the outermost loop: whatever broke is written down, and the process ends
+        log.exception("the worker failed")
+        return EXIT_FAULT
+
+
+def _serve(parent: Parent) -> int:
+    # torch and the engine are imported late, so that a refused start is quick.
+    import torch
+
+    from ...engine.engine import Engine
+    from ...engine.models.layout import WeightLayout
+    from ...engine.models.spec import ModelSpec
+    from .weights import adopt_arena, engine_views, fill_arena
+    from .worker import GpuWorker, WorkerIdentity
+
+    config = ServeConfig.from_dict(parent.config["serve"])
+    run_dir, directory = Path(config.run_dir), Path(config.model)
+    spec = ModelSpec.from_dir(directory)
+    layout = WeightLayout(spec, getattr(torch, config.engine.dtype))
+    started_s = monotonic()
+    if "arena" in parent.fds:
+        arena, version = adopt_arena(parent.fds["arena"], layout, config.name)
+        ordinal = version.ordinal
+    else:
+        arena, ordinal = fill_arena(directory, layout, config.name, config.worker.num_buffers), 0
+    views = partial(engine_views, arena, layout)
+    buffer = arena.header.live_buffer
+    assert buffer is not None
+    for other in range(arena.num_buffers):
+        views(other)  # mapped now, so that a publication allocates nothing
+    engine = Engine(spec, views(buffer), config.engine, ordinal, arena.header.highest_ordinal)
+    engine.warm_up()
+    gc.collect()
+    gc.freeze()
+
+    identity = WorkerIdentity(secrets.token_hex(8), os.getpid(), parent.config["token"], config.name)
+    curve = zmq.curve_keypair() if config.worker.endpoint else None
+    endpoint = config.worker.endpoint or f"ipc://{socket_path(run_dir, f'worker-{identity.epoch}.sock')}"
+    listener = Listener(endpoint, ChannelConfig(config.worker.send_queue_messages), curve)
+    worker = GpuWorker(engine, arena, views, listener, identity, config.worker)
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop(config.supervisor.drain_s))
+    public_key = curve[0].decode() if curve else ""
+    write_address(run_dir, Address(listener.endpoint, identity.epoch, os.getpid(), identity.token, public_key))
+    parent.report("ready", (arena.fd,), epoch=identity.epoch, load_s=monotonic() - started_s)
+    log.info("ready", extra={"epoch": identity.epoch, "load_s": round(monotonic() - started_s, 3)})
+    try:
+        worker.run(_Beat(parent))
+    finally:
+        worker.close()
+    log.info("stopped")
+    return EXIT_OK
+
+
+class _Beat:
+    """Tells the parent twice a second that the loop turns."""
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self._last_s = 0.0
+
+    def __call__(self, gauges: WorkerGauges) -> None:
+        if gauges.last_turn_s - self._last_s >= BEAT_S:
+            self._last_s = gauges.last_turn_s
+            self._parent.report("beat", steps=gauges.num_steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
