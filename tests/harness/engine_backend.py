@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from unison.engine.engine import Engine
-from unison.ipc.errors import DeadlineError, UnisonError
+from unison.ipc.errors import DeadlineError, UnisonError, UnknownVersionError
 from unison.ipc.types import (
     GenerateRequest,
     OnUpdate,
@@ -199,6 +199,8 @@ class EngineBackend:
         self.pins[ordinal] = self.pins.get(ordinal, 0) + 1
 
     async def unpin(self, ordinal: int) -> None:
+        if not self.pins.get(ordinal):
+            raise UnknownVersionError(f"version {ordinal} isn't pinned")
         self.pins[ordinal] -= 1
 
     async def pause(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from ...ipc.errors import DeadlineError, InvariantError, RequestFailedError
-from ...ipc.types import FinishReason, OnUpdate, RequestOutput, SamplingParams, TokenDelta
+from ...ipc.types import ErrorReason, OnUpdate, RequestOutput, SamplingParams, TokenDelta
 from .backend import Backend
 from .choice import Choice, ChoiceDelta, ChoicePlan
 
@@ -74,6 +74,8 @@ class Generation:
     async def start(self) -> None:
         """Wait for the first tokens: a request that is refused is refused here, before any answer has begun."""
         self._kept = await self._next()
+        if self._kept and all(delta.choice.finish_reason == "error" for delta in self._kept):
+            await self._next()  # raises with the reason
 
     async def run(self) -> None:
         """Wait for the end; everything is in `choices` then."""
@@ -140,19 +142,19 @@ class Generation:
         for choice in self.choices[index]:
             if choice.finish_reason is None:
                 raise InvariantError(f"the stream of completion {choice.index} ended without a terminal event (R1)")
-        for completion in output.completions if output else ():
-            choice = self.choices[index][completion.index]
-            if completion.finish_reason is FinishReason.ERROR and choice.finish_reason == "error":
-                reason = completion.error.value if completion.error else "internal"
+        for choice in self.choices[index]:
+            if choice.finish_reason == "error":
+                error = output.completions[choice.sample_index].error if output else None
+                reason = (error or ErrorReason.INTERNAL).value
                 raise RequestFailedError(f"completion {choice.index} ended in an error: {reason}", reason)
 
     async def _read(self, index: int) -> None:
-        """Task of one prompt: the backend's stream into the queue."""
+        """Task of one prompt: the backend's stream into the queue. With its seed it survives a worker (R1, R3)."""
         job = self.jobs[index]
         try:
             stream = self._backend.stream(
                 job.prompt_ids, job.params, n=job.n, on_update=job.on_update, pin_version=job.pin_version,
-                deadline_s=self._timeout_s,
+                deadline_s=self._timeout_s, resubmit=True,
             )  # fmt: skip
             async with stream:
                 async for deltas in stream:

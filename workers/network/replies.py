@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -138,7 +138,7 @@ class EventStream(Response):
     """A streamed reply. Whatever ends it, the client's leaving included, `close` is awaited once."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], headers: Mapping[str, str], close: Callable[[], Awaitable[None]]
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], close: Callable[[], Awaitable[None]]
     ) -> None:
         super().__init__(headers=dict(headers), media_type="text/event-stream")
         del self.headers["content-length"]
@@ -154,6 +154,7 @@ class EventStream(Response):
         except (ClientGoneError, OSError):
             pass  # nobody is there to be told
         finally:
+            await self._events.aclose()
             await self._close()
 
     async def _send(self, send: Send) -> None:

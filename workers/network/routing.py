@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from time import monotonic
@@ -235,7 +235,7 @@ async def version_headers(network: Network, generation: Generation) -> dict[str,
     return {"x-unison-version": str(ordinal)} | ({"x-unison-digest": digest} if digest else {})
 
 
-async def _events(shape: Shape, generation: Generation) -> AsyncIterator[bytes]:
+async def _events(shape: Shape, generation: Generation) -> AsyncGenerator[bytes, None]:
     """The shape's events; an error after the beginning is the last one."""
     try:
         async for chunk in shape.events(generation):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from harness.byte_tokenizer import BYTES_FROM, ids_of
 from harness.engine_backend import EngineBackend
+from harness.tiny_model import tiny_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unison.ipc.errors import ERROR_CODES, ErrorCode, UnisonError
@@ -347,6 +348,32 @@ def test_metrics(http: httpx.Client) -> None:
     assert 'unison_http_requests_total{path="/v1/completions",status="200"}' in text
     assert 'unison_http_requests_total{path="/v1/completions",status="400"}' in text
     assert "unison_up 1.0" in text and "unison_engine_steps_total" in text and "unison_live_version 0.0" in text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_parameters_that_leave_no_token(http: httpx.Client, is_streamed: bool) -> None:
+    """Found out only while drawing, and still the caller's error: 400, also where a stream was asked for."""
+    body = {"prompt": "x", "allowed_token_ids": [2, 3], "min_tokens": 2, "stream": is_streamed}
+    reply = http.post("/v1/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "empty_support"
+
+
+def test_what_goes_live_meanwhile_is_in_the_answer(http: httpx.Client, backend: EngineBackend) -> None:
+    """V3: a request that carries on under new weights names both versions; one that aborts says so."""
+    weights = tiny_weights(backend.engine.spec, seed=1)
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True, "unison": {"on_update": "carry"}}
+    with http.stream("POST", "/v1/completions", json=body | ONLY_A) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        version = backend.engine.install(weights)
+        rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    spans = rest[-1]["choices"][0]["unison"]["versions"]
+    assert [span[0] for span in spans] in ([0, version.ordinal], [0]) and spans[-1][2] == 300
+    reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert reply.headers["x-unison-version"] == str(version.ordinal)
+    assert reply.headers["x-unison-digest"] == version.digest
+    backend.engine.rollback(0)
+    eventually(lambda: http.post("/v1/completions", json={"prompt": "x"}).headers["x-unison-version"] == "0")
 
 
 def test_models(http: httpx.Client) -> None:
