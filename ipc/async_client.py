@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from .address import Address, is_alive, read_address
 from .calls import Answer, CallTable
 from .channel import Dialer
+from .client_config import ClientConfig
 from .errors import CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
 from .messages import (
     CODEC,
@@ -59,24 +59,6 @@ from .types import (
 )  # fmt: skip
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ClientConfig:
-    """Times of a client, in seconds."""
-
-    connect_s: float = 30.0
-    """How long `connect` waits for a worker that answers."""
-    call_s: float = 60.0
-    """Deadline of a control call where none is given."""
-    tick_s: float = 0.25
-    """How often deadlines, the worker's process and the address file are looked at."""
-    ping_s: float = 1.0
-    """How often the worker is asked for a sign of life."""
-    silence_s: float = 60.0
-    """A worker that says nothing for so long counts as lost; longer than its longest step."""
-    return_s: float = 60.0
-    """How long resubmitted calls wait for a new worker before they fail."""
 
 
 class TokenStream:
