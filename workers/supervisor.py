@@ -60,6 +60,7 @@ class Supervisor:
         self._lock = _lock(self.run_dir)
         self._listening: socket.socket | None = None
         self._arena_fd = -1
+        self._arena_description = b""
         self._token = new_token()
         self._signals: list[int] = []
         self._was_ready = False
@@ -135,7 +136,7 @@ class Supervisor:
         """Hear a service's reports, examine it, start it again where that is due."""
         for report in service.take_reports():
             if report.kind == "ready" and service is self._worker:
-                self._keep_arena(report.fds)
+                self._keep_arena(report.fds, report.values.pop("arena"))
                 self._probe()
                 log.info("worker ready", extra=report.values)
         verdict, story = service.examine(monotonic())
@@ -146,13 +147,12 @@ class Supervisor:
             log.error("process restarted", extra={"service": service.name, "story": story})
             service.start()
 
-    def _keep_arena(self, fds: tuple[int, ...]) -> None:
-        if self._arena_fd < 0 and fds:
-            self._arena_fd, *fds_left = fds
-        else:
-            fds_left = list(fds)
-        for fd in fds_left:
-            os.close(fd)
+    def _keep_arena(self, fds: tuple[int, ...], description: str) -> None:
+        """The newest worker's arena is the run's: the same memory on CPU, a new header in front of a GPU's."""
+        (fd,) = fds
+        if self._arena_fd >= 0:
+            os.close(self._arena_fd)
+        self._arena_fd, self._arena_description = fd, bytes.fromhex(description)
 
     def _probe(self) -> None:
         """Ready is only what has answered: one token through the channel. A failed probe kills the worker."""
@@ -243,7 +243,8 @@ class Supervisor:
             pass
 
     def _offer(self, name: str) -> tuple[bytes, tuple[int, ...]] | None:
-        return (b"", (self._arena_fd,)) if name == "arena" and self._arena_fd >= 0 else None
+        has_arena = name == "arena" and self._arena_fd >= 0
+        return (self._arena_description, (self._arena_fd,)) if has_arena else None
 
     def _write_state(self, state: str) -> dict[str, Any]:
         """The run's description, for `bin/serve status` and for people."""

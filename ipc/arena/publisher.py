@@ -29,7 +29,7 @@ from ..client import Client
 from ..errors import ArenaError, UnisonError
 from ..memory import fetch_fds
 from ..messages import WeightsLive
-from .memfd import WeightArena
+from .arena import WeightArena
 
 
 @dataclass
@@ -56,6 +56,8 @@ class WeightPublisher:
             HandshakeError: the run offers none to this process.
         """
         self._client = client
+        self._deadline_s = deadline_s
+        self._epoch = client.worker.epoch
         self.arena = attach_arena(client.run_dir, deadline_s)
 
     @contextmanager
@@ -68,6 +70,7 @@ class WeightPublisher:
             VersionBusyError: every buffer is in use for longer than `wait_s`. DigestMismatchError: the bytes changed
             under way. WorkerLostError: the worker is gone; update again when it is back.
         """
+        self._follow_worker()
         reserved = self._client.reserve_buffer(wait_s)
         buffer = reserved.buffer
         try:
@@ -110,6 +113,14 @@ class WeightPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _follow_worker(self) -> None:
+        """A new worker on a GPU has device memory of its own; on CPU the arena is the same."""
+        epoch = self._client.worker.epoch
+        if epoch != self._epoch and self.arena.buffers.describe():
+            self.arena.close()
+            self.arena = attach_arena(self._client.run_dir, self._deadline_s)
+        self._epoch = epoch
+
     def _abandon(self, buffer: int) -> None:
         try:
             self._client.abandon_buffer(buffer)
@@ -119,5 +130,5 @@ class WeightPublisher:
 
 def attach_arena(run_dir: Path, deadline_s: float) -> WeightArena:
     """The arena of a run, through its descriptor socket."""
-    _, (fd,) = fetch_fds(run_dir / FD_SOCKET, "arena", deadline_s)
-    return WeightArena.attach(fd)
+    description, (fd,) = fetch_fds(run_dir / FD_SOCKET, "arena", deadline_s)
+    return WeightArena.attach(fd, description)

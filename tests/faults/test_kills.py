@@ -265,7 +265,7 @@ def test_bytes_that_changed_while_no_worker_looked_are_not_served(run: ServeProc
     with Client.connect(run.run_dir) as client, WeightPublisher(client) as publisher:
         old = run.worker_pid
         os.kill(old, signal.SIGKILL)
-        damaged = publisher.arena.tensors(publisher.arena._vector(0, is_writable=True))
+        damaged = publisher.arena.tensors(publisher.arena.buffers.vector(0, is_writable=True))
         damaged["model.norm.weight"][0] += 1
         del damaged
     assert run.popen.wait(BACK_S) == 70

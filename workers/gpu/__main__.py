@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -21,6 +22,10 @@ from ..config import ServeConfig
 from ..logs import setup_logging
 from ..process import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, Parent
 from .report import WorkerGauges
+
+if TYPE_CHECKING:
+    from ...engine.models.layout import WeightLayout
+    from ...ipc.arena.arena import WeightArena
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +59,7 @@ def _serve(parent: Parent) -> int:
     from ...engine.engine import Engine
     from ...engine.models.layout import WeightLayout
     from ...engine.models.spec import ModelSpec
-    from .weights import adopt_arena, engine_views, fill_arena
+    from .weights import engine_views
     from .worker import GpuWorker, WorkerIdentity
 
     config = ServeConfig.from_dict(parent.config["serve"])
@@ -62,11 +67,7 @@ def _serve(parent: Parent) -> int:
     spec = ModelSpec.from_dir(directory)
     layout = WeightLayout(spec, getattr(torch, config.engine.dtype))
     started_s = monotonic()
-    if "arena" in parent.fds:
-        arena, version = adopt_arena(parent.fds["arena"], layout, config.name)
-        ordinal = version.ordinal
-    else:
-        arena, ordinal = fill_arena(directory, layout, config.name, config.worker.num_buffers), 0
+    arena, ordinal = _weights(parent, config, layout)
     views = partial(engine_views, arena, layout)
     buffer = arena.header.live_buffer
     assert buffer is not None
@@ -85,14 +86,29 @@ def _serve(parent: Parent) -> int:
     signal.signal(signal.SIGTERM, lambda *_: worker.stop(config.supervisor.drain_s))
     public_key = curve[0].decode() if curve else ""
     write_address(run_dir, Address(listener.endpoint, identity.epoch, os.getpid(), identity.token, public_key))
-    parent.report("ready", (arena.fd,), epoch=identity.epoch, load_s=monotonic() - started_s)
-    log.info("ready", extra={"epoch": identity.epoch, "load_s": round(monotonic() - started_s, 3)})
+    load_s = monotonic() - started_s
+    parent.report("ready", (arena.fd,), epoch=identity.epoch, load_s=load_s, arena=arena.buffers.describe().hex())
+    log.info("ready", extra={"epoch": identity.epoch, "load_s": round(load_s, 3)})
     try:
         worker.run(_Beat(parent))
     finally:
         worker.close()
     log.info("stopped")
     return EXIT_OK
+
+
+def _weights(parent: Parent, config: ServeConfig, layout: WeightLayout) -> tuple[WeightArena, int]:
+    """The arena to serve from, and the ordinal of its live version."""
+    from .weights import adopt_arena, fill_arena, refill_arena
+
+    directory, num_buffers, device = Path(config.model), config.worker.num_buffers, config.engine.device
+    if "arena" not in parent.fds:
+        return fill_arena(directory, layout, config.name, num_buffers, device), 0
+    if device.startswith("cpu"):
+        arena, version = adopt_arena(parent.fds["arena"], layout, config.name)
+    else:
+        arena, version = refill_arena(parent.fds["arena"], directory, layout, num_buffers, device)
+    return arena, version.ordinal
 
 
 class _Beat:

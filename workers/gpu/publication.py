@@ -18,7 +18,7 @@ from typing import Any
 
 from ...engine.engine import Engine
 from ...engine.guard import VersionState
-from ...ipc.arena.memfd import WeightArena
+from ...ipc.arena.arena import WeightArena
 from ...ipc.errors import ArenaError, StaleVersionError, UnisonError, VersionBusyError, VersionError
 from ...ipc.messages import BufferReserved, PublishWeights, WeightsLive, failure
 from ...ipc.types import PolicyVersion
@@ -176,7 +176,8 @@ class Publication:
         self._pool.shutdown(wait=True)
 
     def _verify(self, message: PublishWeights) -> PolicyVersion:
-        return self._engine.install(self._views(message.buffer), message.version.ordinal, message.manifest)
+        with self._arena.buffers.aside():
+            return self._engine.install(self._views(message.buffer), message.version.ordinal, message.manifest)
 
     def _finish_verification(self) -> list[Answer]:
         verification = self._verification

@@ -1,12 +1,14 @@
 """The weights at a worker's start: a fresh arena filled from the model's directory, or the arena of a worker that died.
 
 Owns: the order of things that makes a start safe: fill, seal, hold, live; or hold, attest, live. A restarted worker
-takes no traffic before the live buffer's bytes have the digest that the header names (P10). Called by the worker's
-entry point.
+takes no traffic before the live buffer's bytes have the digest that the header names (P10). Device memory dies with
+its worker: there only the directory's own weights can be served again, and a published version is never replaced by
+them. Called by the worker's entry point.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from ...engine.models.layout import WeightLayout
 from ...engine.models.loader import load_into
+from ...ipc.arena.arena import WeightArena
+from ...ipc.arena.header import ArenaHeader
 from ...ipc.arena.layout import ArenaLayout, ArenaTensor
-from ...ipc.arena.memfd import WeightArena
 from ...ipc.errors import ArenaError, DigestMismatchError
+from ...ipc.memory import SharedMemory
 from ...ipc.types import PolicyVersion
 
 
@@ -32,23 +36,65 @@ def arena_layout(layout: WeightLayout, model: str) -> ArenaLayout:
     return ArenaLayout(model, str(layout.dtype).removeprefix("torch."), layout.num_bytes, (*own, *aliases))
 
 
-def fill_arena(directory: Path, layout: WeightLayout, model: str, num_buffers: int) -> WeightArena:
+def fill_arena(
+    directory: Path, layout: WeightLayout, model: str, num_buffers: int, device: str = "cpu"
+) -> WeightArena:
     """A new arena with the directory's weights live in buffer 0 as version 0."""
-    arena = WeightArena.create(arena_layout(layout, model), num_buffers)
+    arena = WeightArena.create(arena_layout(layout, model), num_buffers, device)
     try:
-        # Written through a view of its own, which is unmapped again: the engine's own mapping can't be written.
-        writer = WeightArena.attach(os.dup(arena.fd))
-        try:
-            load_into(directory, layout, writer.write(0))
-            writer.seal(0, 0)
-        finally:
-            writer.close()
+        if torch.device(device).type == "cpu":
+            # Written through a view of its own, which is unmapped again: the engine's own mapping can't be written.
+            writer = WeightArena.attach(os.dup(arena.fd))
+            try:
+                load_into(directory, layout, writer.write(0))
+                writer.seal(0, 0)
+            finally:
+                writer.close()
+        else:
+            load_into(directory, layout, arena.write(0))
+            arena.seal(0, 0)
         arena.hold(0)
         arena.set_live(0)
     except BaseException:
         arena.close()
         raise
     return arena
+
+
+def refill_arena(
+    fd: int, directory: Path, layout: WeightLayout, num_buffers: int, device: str
+) -> tuple[WeightArena, PolicyVersion]:
+    """A new device arena after a worker's death: the directory's weights, if those were live (`fd` is the old header).
+
+    Raises:
+        ArenaError: another version was live; its weights died with the worker, and the directory's aren't them.
+    """
+    old = SharedMemory.attach(fd)
+    with old, old.map(writable=False, length=mmap.PAGESIZE) as start:
+        length = ArenaHeader.peek_bytes(bytes(start))
+        with old.map(writable=True, length=length) as pages:
+            header = ArenaHeader(pages)
+            try:
+                model, highest, live = header.layout.model, header.highest_ordinal, header.live_buffer
+                version = None if live is None else header.record(live).version
+            finally:
+                header.close()
+    arena = fill_arena(directory, layout, model, num_buffers, device)
+    try:
+        found = arena.record(0).version
+        if version is None or found is None or found.digest != version.digest:
+            raise ArenaError(
+                f"version {None if version is None else version.ordinal} was live, and its weights died with the "
+                "worker on the device; they aren't replaced by the directory's; start anew from a checkpoint and "
+                "publish again"
+            )
+        arena.header.seal(0, version)
+        arena.set_live(0)
+        arena.header.raise_ordinal(highest)
+    except BaseException:
+        arena.close()
+        raise
+    return arena, version
 
 
 def adopt_arena(fd: int, layout: WeightLayout, model: str) -> tuple[WeightArena, PolicyVersion]:

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from ...engine.engine import Engine, StepOutput
-from ...ipc.arena.memfd import WeightArena
+from ...ipc.arena.arena import WeightArena
 from ...ipc.channel import Listener, Received
 from ...ipc.errors import (
     CapacityError,
