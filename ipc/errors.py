@@ -20,6 +20,7 @@
     ├── WorkerLostError          the worker that held a call is gone; it may be asked again
     │   └── ShuttingDownError        it is about to go: it drains and takes nothing new
     ├── ArenaError               the weight arena refused: a buffer in use, another layout, a foreign device
+    ├── RingCorruptedError       a shared-memory ring holds what no producer of ours writes
     ├── ProcessFailedError       a child process didn't start, or died too often; carries its story
     ├── DeadlineError            a wait ran out; says what it waited for
     └── InvariantError           Unison's own fault: a promise is broken; never caught below a process's outermost loop
@@ -143,6 +144,10 @@ class ArenaError(UnisonError):
     """The weight arena refused: a buffer is in use, the layout or the device is another, or memory ran out."""
 
 
+class RingCorruptedError(UnisonError):
+    """A shared-memory ring holds what no producer of ours writes: a wrong checksum, length, position or header."""
+
+
 class ProcessFailedError(UnisonError):
     """A child process didn't start, or died more often than allowed. The text carries the end of its log."""
 
@@ -188,6 +193,7 @@ ERROR_CODES: dict[type[UnisonError], ErrorCode] = {
     WorkerLostError: ErrorCode("worker_lost", 503, True),
     ShuttingDownError: ErrorCode("shutting_down", 503, True),
     ArenaError: ErrorCode("arena_refused", 409, False),
+    RingCorruptedError: ErrorCode("ring_corrupted", 500, False),
     ProcessFailedError: ErrorCode("process_failed", 503, False),
     DeadlineError: ErrorCode("deadline_exceeded", 408, True),
     InvariantError: ErrorCode("internal_error", 500, False),

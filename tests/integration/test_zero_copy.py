@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -68,8 +69,6 @@ def test_weights_are_counted_once(tmp_path: Path, model_dir: Path) -> None:
 
 def arena_bytes_of_self() -> dict[str, int]:
     """The same for this process."""
-    import os
-
     return arena_bytes(os.getpid())
 
 

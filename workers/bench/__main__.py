@@ -1,4 +1,8 @@
-"""Entry point of bin/bench: runs the contenders alternately, prints medians and ratios, writes JSON where asked."""
+"""Entry point of bin/bench: runs contenders alternately, prints medians and ratios, writes JSON where asked.
+
+`engine` compares with transformers, `walls` says what the processes around the engine cost, `updates` what a stream of
+new versions costs the requests in flight.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import torch
 
 from ...engine.config import available_cores
 from .contenders import Contender, Measurement, TransformersContender, UnisonContender
+from .updates import measure_updates
+from .walls import measure_walls, print_rows
 from .workloads import Workload, decode, rollout
 
 _SYSTEM = "You are a careful assistant. " + "Read the question, think about what is asked, and answer it briefly. " * 5
@@ -22,6 +28,11 @@ _TOPICS = "rivers stars bread music trees ships clocks bridges paper glass horse
 def main() -> int:
     """Parse arguments, run, print."""
     options = _parse()
+    if options.what == "walls":
+        rows = measure_walls(options.model, options.dtype, options.repeats, options.new_tokens)
+        return print_rows(rows, options.json)
+    if options.what == "updates":
+        return print_rows(measure_updates(options.model, options.dtype, options.duration_s), options.json)
     workloads = _workloads(options)
     contenders = _contenders(options)
     table: dict[str, dict[str, list[Measurement]]] = {work.name: {c.name: [] for c in contenders} for work in workloads}
@@ -43,8 +54,9 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "bench", description="Speed beside transformers generate, as ratios taken in one run."
+        "bench", description="Speed beside transformers generate, as ratios taken in one run; cost of the processes."
     )
+    parser.add_argument("what", nargs="?", default="engine", choices=("engine", "walls", "updates"))
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face directory (bin/fetch-model makes one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -53,6 +65,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="run the workloads whose name contains this")
     parser.add_argument("--without-inexact", action="store_true", help="leave out torch's fastest inexact path")
     parser.add_argument("--without-transformers", action="store_true", help="leave out transformers")
+    parser.add_argument("--duration-s", type=float, default=60.0, help="updates: seconds per rule")
     parser.add_argument("--json", help="also write all measurements to this file")
     return parser.parse_args()
 
