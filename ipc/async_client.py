@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from .address import Address, is_alive, read_address
 from .calls import Answer, CallTable
@@ -69,12 +69,13 @@ class TokenStream:
         self.output: RequestOutput | None = None
         """The whole result, once the iteration has ended."""
         self._client = client
-        self._open = lambda: client._open(SubmitRequest(request, True), deadline_s, resubmit)
+        self._submit = (SubmitRequest(request, True), deadline_s, resubmit)
         self._mailbox: _Mailbox | None = None
 
     async def __aenter__(self) -> TokenStream:
         if self._mailbox is None:
-            self._mailbox = await self._open()
+            self._mailbox = _Mailbox()
+            self._client.open(self._mailbox, *self._submit)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -101,14 +102,23 @@ class TokenStream:
     async def aclose(self) -> None:
         """End it; a request that isn't finished is cancelled at the worker."""
         if self._mailbox is not None:
-            await self._client._abandon(self._mailbox)
+            self._client.abandon(self._mailbox)
+
+
+class Mailbox(Protocol):
+    """Where the answers to one call go."""
+
+    call_id: int
+
+    def put(self, value: Any) -> None:
+        """One more answer, in order; called in the client's loop."""
 
 
 class _Mailbox:
-    """Answers to one call, in order."""
+    """Answers for a task of the same loop."""
 
-    def __init__(self, call_id: int) -> None:
-        self.call_id = call_id
+    def __init__(self) -> None:
+        self.call_id = 0
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
 
     def put(self, value: Any) -> None:
@@ -136,10 +146,11 @@ class AsyncClient:
         self.is_connected = False
         self._role = role
         self._calls = CallTable()
-        self._mailboxes: dict[int, _Mailbox] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
         self._dialer: Dialer | None = None
         self._task: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
+        self._news = asyncio.Event()
         self._refusal: UnisonError | None = None
         self._lost_since_s: float | None = None
 
@@ -178,15 +189,9 @@ class AsyncClient:
             self._task = None
         self._deliver(self._calls.close(WorkerLostError("the client was closed")))
         if self._dialer is not None:
-            await self._farewell(self._dialer)
+            self._say(self._dialer, Goodbye())
+            self._dialer.close()
         self.is_connected, self._dialer = False, None
-
-    async def _farewell(self, dialer: Dialer) -> None:
-        try:
-            await dialer.send(0, Goodbye())
-        except CapacityError:  # it will find out by our absence
-            pass
-        dialer.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -290,40 +295,54 @@ class AsyncClient:
         """
         if deadline_s is None and not isinstance(message, SubmitRequest):
             deadline_s = self.config.call_s
-        mailbox = await self._open(message, deadline_s, resubmit)
+        mailbox = _Mailbox()
+        self.open(mailbox, message, deadline_s, resubmit)
         try:
             value: T = await mailbox.take()
         finally:
-            await self._abandon(mailbox)
+            self.abandon(mailbox)
         if answer is not None and not isinstance(value, answer):
             raise WorkerLostError(f"{type(message).__name__} was answered with {type(value).__name__}")
         return value
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    def open(self, mailbox: Mailbox, message: Any, deadline_s: float | None, resubmit: bool) -> None:
+        """Start a call whose answers go to `mailbox`; in this client's loop. `abandon` it when done.
 
-    async def _open(self, message: Any, deadline_s: float | None, resubmit: bool) -> _Mailbox:
+        Raises:
+            WorkerLostError: there is no worker at the moment, and the call may not wait for one.
+        """
         if self._task is None or self._task.done():
             raise self._refusal or WorkerLostError("the client is closed")
         if not self.is_connected and not resubmit:
             raise WorkerLostError("the worker is gone and no new one has answered yet; try again, or resubmit=True")
-        mailbox = _Mailbox(self._calls.open(message, monotonic(), deadline_s, resubmit))
+        mailbox.call_id = self._calls.open(message, monotonic(), deadline_s, resubmit)
         self._mailboxes[mailbox.call_id] = mailbox
-        await self._flush()
-        return mailbox
+        self._flush()
 
-    async def _abandon(self, mailbox: _Mailbox) -> None:
+    def abandon(self, mailbox: Mailbox) -> None:
+        """No more answers are wanted; a request that hasn't ended is cancelled."""
         if self._mailboxes.pop(mailbox.call_id, None) is not None and self._calls.is_pending(mailbox.call_id):
             self._calls.abandon(mailbox.call_id)
-            await self._flush()
+            self._flush()
 
-    async def _flush(self) -> None:
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
         if self._dialer is None or not self.is_connected:
             return
         for call_id, message in self._calls.take_outbox():
             try:
-                await self._dialer.send(call_id, message)
+                self._dialer.send(call_id, message)
             except UnisonError as error:
                 self._deliver(self._calls.on_message(call_id, failure(error)))
+        self._news.set()  # a send may have taken the edge of something that came
+
+    def _say(self, dialer: Dialer, message: Any) -> None:
+        """Send something that needs no answer."""
+        try:
+            dialer.send(0, message)
+        except CapacityError:  # it doesn't read; its silence will tell
+            pass
 
     def _deliver(self, answers: list[Answer]) -> None:
         for answer in answers:
@@ -363,19 +382,25 @@ class AsyncClient:
             HandshakeError: it refused us.
         """
         dialer = Dialer(address)
+        loop = asyncio.get_running_loop()
+        fd = dialer.fileno()
+        loop.add_reader(fd, self._news.set)
         try:
             welcome = await self._hello(dialer, address)
             if welcome is None:
+                dialer.close()
                 return ""
             self.worker, self._dialer, self.is_connected, self._lost_since_s = welcome, dialer, True, None
             self._calls.on_welcome()
-            await self._flush()
+            self._flush()
             self._connected.set()
             reason, is_gone = await self._converse(dialer, address)
         except BaseException:
             if self._dialer is not dialer:
                 dialer.close()
             raise
+        finally:
+            loop.remove_reader(fd)
         self.is_connected, self._dialer, self._lost_since_s = False, None, monotonic()
         dialer.close()
         self._deliver(self._calls.on_worker_lost(reason))
@@ -383,51 +408,53 @@ class AsyncClient:
 
     async def _hello(self, dialer: Dialer, address: Address) -> Welcome | None:
         """Introduce ourselves; None where nobody answers and the process behind the address is gone."""
-        await dialer.send(0, Hello(CODEC.schema_digest, address.token, self._role, os.getpid(), address.epoch))
-        while not await dialer.ready(self.config.tick_s):
+        dialer.send(0, Hello(CODEC.schema_digest, address.token, self._role, os.getpid(), address.epoch))
+        while not (messages := dialer.drain()):
+            await self._wait_for_news()
             self._expire(monotonic())
             if not _is_current(self.run_dir, address) or not is_alive(address.pid):
-                dialer.close()
                 return None
-        _, answer = await dialer.receive()
+        _, answer = messages[0]
         if isinstance(answer, Failed):
             raise error_of(answer)
         if not isinstance(answer, Welcome) or answer.epoch != address.epoch:
             raise HandshakeError(f"{address.endpoint} answered Hello with {answer!r:.200}")
         return answer
 
+    async def _wait_for_news(self) -> None:
+        """Until something may have come, at most one tick."""
+        try:
+            await asyncio.wait_for(self._news.wait(), self.config.tick_s)
+        except asyncio.TimeoutError:
+            pass
+        self._news.clear()
+
     async def _converse(self, dialer: Dialer, address: Address) -> tuple[str, bool]:
         """Receive until the worker is lost; returns how that was seen, and whether it is gone for good."""
         can_see_pid = is_alive(address.pid) and address.endpoint.startswith("ipc:")
         heard_s = pinged_s = checked_s = monotonic()
         while True:
-            has_news = await dialer.ready(self.config.tick_s)
+            await self._wait_for_news()
             now_s = monotonic()
-            if has_news:
+            messages = dialer.drain()
+            for call_id, message in messages:
                 heard_s = now_s
-                call_id, message = await dialer.receive()
                 if call_id == 0 and isinstance(message, Failed):
                     return f"worker {address.epoch} dropped this client: {message.message}", False
                 self._deliver(self._calls.on_message(call_id, message))
             if now_s - checked_s >= self.config.tick_s:
                 checked_s = now_s
                 self._deliver(self._calls.on_tick(now_s))
-                if not has_news and can_see_pid and not is_alive(address.pid):
+                if not messages and can_see_pid and not is_alive(address.pid):
                     return f"worker {address.epoch} (pid {address.pid}) died", True
-                if not has_news and not _is_current(self.run_dir, address):
+                if not messages and not _is_current(self.run_dir, address):
                     return f"worker {address.epoch} was replaced", True
                 if now_s - heard_s > self.config.silence_s:
                     return f"worker {address.epoch} said nothing for {self.config.silence_s} s", False
                 if now_s - pinged_s >= self.config.ping_s:
                     pinged_s = now_s
-                    await self._ping(dialer)
-            await self._flush()
-
-    async def _ping(self, dialer: Dialer) -> None:
-        try:
-            await dialer.send(0, Ping())
-        except CapacityError:  # it doesn't read; its silence will tell
-            pass
+                    self._say(dialer, Ping())
+                self._flush()
 
 
 def _is_current(run_dir: Path, address: Address) -> bool:

@@ -10,16 +10,13 @@ Owns: sockets, high-water marks, lanes, linger, CURVE on tcp. Knows nothing of w
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from .address import Address
 from .errors import CapacityError, ConfigError, HandshakeError
@@ -141,7 +138,11 @@ class Listener:
 
 
 class Dialer:
-    """A client's end, for one asyncio loop. Life: connected → used → closed; a new worker needs a new dialer."""
+    """A client's end, for one thread. Life: connected → used → closed; a new worker needs a new dialer.
+
+    `fileno` becomes readable when something has changed (edge-triggered, as ZMQ_FD is): drain after it, and after each
+    send too, since a send may take the edge away.
+    """
 
     def __init__(self, address: Address, config: ChannelConfig | None = None) -> None:
         """Connect (the transport goes on trying in the background).
@@ -153,8 +154,8 @@ class Dialer:
         path = _checked_endpoint(address.endpoint, bool(address.curve_public_key))
         if path is not None and path.exists() and path.stat().st_uid != os.geteuid():
             raise HandshakeError(f"{path} belongs to user {path.stat().st_uid}, this process runs as {os.geteuid()}")
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         options = {
             zmq.SNDHWM: config.receive_queue_messages, zmq.RCVHWM: config.send_queue_messages,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES, zmq.LINGER: config.linger_ms,
@@ -169,7 +170,11 @@ class Dialer:
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._socket.connect(address.endpoint)
 
-    async def send(self, call_id: int, message: Any) -> None:
+    def fileno(self) -> int:
+        """For an event loop."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def send(self, call_id: int, message: Any) -> None:
         """Queue one message.
 
         Raises:
@@ -177,25 +182,22 @@ class Dialer:
         """
         lane = REQUEST if type(message) is SubmitRequest else CONTROL
         try:
-            await self._socket.send_multipart((lane, CODEC.encode(call_id, message)), zmq.NOBLOCK)
+            self._socket.send_multipart((lane, CODEC.encode(call_id, message)), zmq.NOBLOCK)
         except zmq.Again:
             raise CapacityError("the queue to the worker is full: it doesn't read; try again later") from None
 
-    async def receive(self) -> tuple[int, Any]:
-        """The next (call id, message); waits, so give it a deadline.
+    def drain(self) -> list[tuple[int, Any]]:
+        """Every (call id, message) that has come.
 
         Raises:
-            WireError: the frame isn't of this protocol.
+            WireError: a frame isn't of this protocol.
         """
-        parts: Sequence[bytes] = await self._socket.recv_multipart()
-        return CODEC.decode(parts[-1])
-
-    async def ready(self, deadline_s: float) -> bool:
-        """True once something can be received, False when `deadline_s` is over."""
-        try:
-            return bool(await asyncio.wait_for(self._socket.poll(int(deadline_s * 1000)), deadline_s + 1))
-        except asyncio.TimeoutError:
-            return False
+        messages: list[tuple[int, Any]] = []
+        while True:
+            try:
+                messages.append(CODEC.decode(self._socket.recv_multipart(zmq.NOBLOCK)[-1]))
+            except zmq.Again:
+                return messages
 
     def close(self) -> None:
         """Send what is queued for at most the linger time."""

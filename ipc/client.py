@@ -13,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from .async_client import AsyncClient, ClientConfig, TokenStream
-from .errors import WorkerLostError
-from .messages import BufferReserved, WeightsLive, Welcome, WorkerStatus
-from .types import Manifest, PolicyVersion, RequestOutput, SamplingParams, ScoreOutput, TokenDelta
+from .async_client import AsyncClient, Mailbox, TokenStream
+from .client_config import ClientConfig
+from .errors import UnisonError, WorkerLostError
+from .messages import BufferReserved, RequestFinished, SubmitRequest, WeightsLive, Welcome, WorkerStatus
+from .requests import new_request
+from .types import Manifest, OnUpdate, PolicyVersion, RequestOutput, SamplingParams, ScoreOutput, TokenDelta
 
 __all__ = ["AsyncClient", "Client", "ClientConfig", "SyncStream", "TokenStream"]
 
@@ -31,41 +34,58 @@ class SyncStream:
     """The tokens of one request as they come, for a plain `for` loop; `close`, or the end of `with`, cancels the
     rest."""
 
-    def __init__(self, wait: Callable[[Coroutine[Any, Any, Any]], Any], stream: TokenStream) -> None:
-        self._wait = wait
-        self._stream = stream
-        self._deltas = stream.__aiter__()
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self._stream.request_id
-
-    @property
-    def output(self) -> RequestOutput | None:
+    def __init__(self, client: Client, message: SubmitRequest, deadline_s: float | None, resubmit: bool) -> None:
+        self.request_id = message.request.request_id
+        self.output: RequestOutput | None = None
         """The whole result, once the iteration has ended."""
-        return self._stream.output
+        self._client = client
+        self._submit = (message, deadline_s, resubmit)
+        self._mailbox: _ThreadMailbox | None = None
 
     def __iter__(self) -> Iterator[tuple[TokenDelta, ...]]:
         """As TokenStream; a loop that is left early closes the stream."""
+        if self._mailbox is None:
+            self._mailbox = _ThreadMailbox()
+            self._client.open(self._mailbox, *self._submit)
         try:
-            while (deltas := self._wait(self._next())) is not None:
-                yield deltas
+            while self.output is None:
+                answer = self._mailbox.take()
+                if isinstance(answer, RequestFinished):
+                    self.output = answer.output
+                else:
+                    yield answer
         finally:
             self.close()
 
-    async def _next(self) -> tuple[TokenDelta, ...] | None:
-        return await anext(self._deltas, None)
-
     def close(self) -> None:
         """End it; a request that isn't finished is cancelled at the worker."""
-        self._wait(self._stream.aclose())
+        if self._mailbox is not None:
+            self._client.abandon(self._mailbox)
 
     def __enter__(self) -> SyncStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _ThreadMailbox:
+    """Answers for another thread than the loop's: taking one costs no trip to the loop and back."""
+
+    def __init__(self) -> None:
+        self.call_id = 0
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+
+    def put(self, value: Any) -> None:
+        """One more answer."""
+        self._answers.put(value)
+
+    def take(self) -> Any:
+        """The next answer; raises it where it is an error. It ends as AsyncClient's does: every call is answered."""
+        value = self._answers.get()
+        if isinstance(value, UnisonError):
+            raise value
+        return value
 
 
 class Client:
@@ -101,9 +121,31 @@ class Client:
         """The run's directory."""
         return self._client.run_dir
 
-    def stream(self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any) -> SyncStream:
+    def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, n: int = 1,
+        on_update: OnUpdate = OnUpdate.FINISH, pin_version: int | None = None, deadline_s: float | None = None,
+        resubmit: bool = False, request_id: str | None = None,
+    ) -> SyncStream:  # fmt: skip
         """As AsyncClient.stream, for a plain `for` loop."""
-        return SyncStream(self._wait, self._client.stream(prompt_ids, params, **options))
+        request = new_request(prompt_ids, params, n, on_update, pin_version, request_id)
+        return SyncStream(self, SubmitRequest(request, True), deadline_s, resubmit)
+
+    def open(self, mailbox: Mailbox, message: Any, deadline_s: float | None, resubmit: bool) -> None:
+        """As AsyncClient.open; answers are put by the client's thread."""
+
+        async def start() -> None:
+            self._client.open(mailbox, message, deadline_s, resubmit)
+
+        self._wait(start())
+
+    def abandon(self, mailbox: Mailbox) -> None:
+        """As AsyncClient.abandon; harmless after the client was closed."""
+
+        async def end() -> None:
+            self._client.abandon(mailbox)
+
+        if not self._is_closed:
+            self._wait(end())
 
     def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
