@@ -104,8 +104,9 @@ def test_any_changed_byte_is_noticed(data: st.DataObject) -> None:
             writer.try_push(frame)
         at = data.draw(st.one_of(st.integers(64, 71), st.integers(PAGE_BYTES, PAGE_BYTES + int(ring.words[8]) - 1)))
         ring.bytes[at] ^= data.draw(st.integers(1, 255))
-        reader, got = RingReader(ring), []
+        got: list[bytes] = []
         try:
+            reader = RingReader(ring)
             while (frame_ := reader.pop()) is not None:
                 got.append(frame_)
         except RingCorruptedError:
