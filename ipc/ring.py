@@ -123,12 +123,8 @@ class Ring:
         return self.capacity // 2 - FRAME_HEADER_BYTES
 
     def distance(self) -> tuple[int, int]:
-        """Where the producer and the consumer stand; the tail is read first, so that it can't pass the head meanwhile.
-
-        Raises:
-            RingCorruptedError: the producer isn't ahead of the consumer by at most the capacity.
-        """
-        tail = int(self.words[TAIL_WORD])
+        """Where the producer and the consumer stand, checked."""
+        tail = int(self.words[TAIL_WORD])  # first, so that it can't pass the head meanwhile
         head = int(self.words[HEAD_WORD])
         self.check_distance(head, tail)
         return head, tail
@@ -143,8 +139,7 @@ class Ring:
     def take_seat(self, seat: int, name: str) -> None:
         """Become the one producer or consumer; given back by `close` and by the process's end.
 
-        Raises:
-            CapacityError: another ring object, here or in another process, has the seat.
+        Raises CapacityError where another ring object, here or in another process, has the seat.
         """
         pid, held = self._seats.get(seat, (0, None))
         if pid == os.getpid():
