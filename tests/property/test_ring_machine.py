@@ -6,37 +6,48 @@ from collections import deque
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
-from unison.ipc.ring import PAGE_BYTES, Ring, RingReader, RingWriter
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from unison.ipc.ring import HEAD_WORD, PAGE_BYTES, TAIL_WORD, Ring, RingReader, RingWriter
 
 
 class RingMachine(RuleBasedStateMachine):
-    """P3: no frame is lost, none is torn, none comes twice but the one that its reader died over."""
+    """P3: no frame is lost, none is torn, none comes twice but those that their reader died over."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ring = Ring.create(4096)
         self.writer, self.reader = RingWriter(self.ring), RingReader(self.ring)
         self.model: deque[bytes] = deque()
-        self.held: bytes | None = None
+        self.held: list[bytes] = []
+        """What was popped and not given up; the next reader would see it again."""
 
     @rule(frame=st.binary(max_size=1200))
     def push(self, frame: bytes) -> None:
         if self.writer.try_push(frame):
             self.model.append(frame)
         else:
-            assert self.model or self.held is not None, "an empty ring takes any frame"
+            assert self.model or self.held, "an empty ring takes any frame"
 
     @rule()
     def pop(self) -> None:
         frame = self.reader.pop()
         assert frame == (self.model.popleft() if self.model else None)
-        self.held = frame
+        self.held = [] if frame is None else [frame]
+
+    @rule(limit=st.integers(0, 5))
+    def pop_many(self, limit: int) -> None:
+        self.held = self.reader.pop_many(limit)
+        assert self.held == [self.model.popleft() for _ in range(min(limit, len(self.model)))]
 
     @rule()
     def give_up(self) -> None:
         self.reader.give_up()
-        self.held = None
+        self.held = []
+
+    @rule()
+    def wait(self) -> None:
+        assert self.reader.wait(0) == bool(self.model)
+        self.held = []
 
     @rule()
     def producer_dies(self) -> None:
@@ -44,8 +55,8 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(garbage=st.binary(min_size=1, max_size=200))
     def producer_dies_in_a_frame(self, garbage: bytes) -> None:
-        room = 4096 - (int(self.ring.words[8]) - int(self.ring.words[16]))
-        offset = int(self.ring.words[8]) % 4096
+        room = 4096 - (int(self.ring.words[HEAD_WORD]) - int(self.ring.words[TAIL_WORD]))
+        offset = int(self.ring.words[HEAD_WORD]) % 4096
         torn = garbage[: min(room, 4096 - offset)]
         self.ring.bytes[PAGE_BYTES + offset : PAGE_BYTES + offset + len(torn)] = torn
         self.writer = RingWriter(self.ring)
@@ -53,9 +64,14 @@ class RingMachine(RuleBasedStateMachine):
     @rule()
     def consumer_dies(self) -> None:
         self.reader = RingReader(self.ring)
-        if self.held is not None:
-            self.model.appendleft(self.held)
-            self.held = None
+        self.model.extendleft(reversed(self.held))
+        self.held = []
+
+    @invariant()
+    def counters_agree(self) -> None:
+        head, tail = self.ring.distance()
+        assert self.reader.has_frame == bool(self.model)
+        assert (head == tail) == (not self.model and not self.held)
 
     def teardown(self) -> None:
         self.reader.give_up()
