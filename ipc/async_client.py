@@ -351,7 +351,17 @@ class AsyncClient:
                 mailbox.put(answer.value)
 
     async def _run(self) -> None:
-        """Find a worker, talk to it, find the next one; until closed or refused."""
+        """Find a worker, talk to it, find the next one; until closed or refused. However it ends, no call is left."""
+        try:
+            await self._find_and_talk()
+        except Exception as error:  # a fault of ours in this task would leave every caller waiting for ever
+            self._refusal = WorkerLostError(f"the client's own loop failed: {error!r}")
+            raise
+        finally:
+            self._deliver(self._calls.close(self._refusal or WorkerLostError("the client was closed")))
+            self._connected.set()
+
+    async def _find_and_talk(self) -> None:
         epoch_seen = ""
         while True:
             try:
@@ -362,8 +372,6 @@ class AsyncClient:
                 pass
             except UnisonError as error:
                 self._refusal = error
-                self._deliver(self._calls.close(error))
-                self._connected.set()
                 return
             self._expire(monotonic())
             await asyncio.sleep(0.02 if self._lost_since_s is not None else self.config.tick_s / 5)
@@ -423,10 +431,12 @@ class AsyncClient:
 
     async def _wait_for_news(self) -> None:
         """Until something may have come, at most one tick."""
+        # Not asyncio.wait_for, which up to Python 3.11 may swallow a cancellation that comes together with the news.
+        timer = asyncio.get_running_loop().call_later(self.config.tick_s, self._news.set)
         try:
-            await asyncio.wait_for(self._news.wait(), self.config.tick_s)
-        except asyncio.TimeoutError:
-            pass
+            await self._news.wait()
+        finally:
+            timer.cancel()
         self._news.clear()
 
     async def _converse(self, dialer: Dialer, address: Address) -> tuple[str, bool]:
