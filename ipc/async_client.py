@@ -12,13 +12,14 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from .address import Address, is_alive, read_address
 from .calls import Answer, CallTable
 from .channel import Dialer
 from .client_config import ClientConfig
 from .errors import CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
+from .mailbox import Mailbox, TaskMailbox
 from .messages import (
     CODEC,
     AbandonBuffer,
@@ -70,11 +71,11 @@ class TokenStream:
         """The whole result, once the iteration has ended."""
         self._client = client
         self._submit = (SubmitRequest(request, True), deadline_s, resubmit)
-        self._mailbox: _Mailbox | None = None
+        self._mailbox: TaskMailbox | None = None
 
     async def __aenter__(self) -> TokenStream:
         if self._mailbox is None:
-            self._mailbox = _Mailbox()
+            self._mailbox = TaskMailbox()
             self._client.open(self._mailbox, *self._submit)
         return self
 
@@ -103,35 +104,6 @@ class TokenStream:
         """End it; a request that isn't finished is cancelled at the worker."""
         if self._mailbox is not None:
             self._client.abandon(self._mailbox)
-
-
-class Mailbox(Protocol):
-    """Where the answers to one call go."""
-
-    call_id: int
-
-    def put(self, value: Any) -> None:
-        """One more answer, in order; called in the client's loop."""
-
-
-class _Mailbox:
-    """Answers for a task of the same loop."""
-
-    def __init__(self) -> None:
-        self.call_id = 0
-        self._answers: asyncio.Queue[Any] = asyncio.Queue()
-
-    def put(self, value: Any) -> None:
-        """One more answer."""
-        self._answers.put_nowait(value)
-
-    async def take(self) -> Any:
-        """The next answer; raises it where it is an error. Ends: every call is answered, at the latest on its
-        deadline or when the worker has given no sign of life for `ClientConfig.silence_s`."""
-        value = await self._answers.get()
-        if isinstance(value, UnisonError):
-            raise value
-        return value
 
 
 class AsyncClient:
@@ -295,7 +267,7 @@ class AsyncClient:
         """
         if deadline_s is None and not isinstance(message, SubmitRequest):
             deadline_s = self.config.call_s
-        mailbox = _Mailbox()
+        mailbox = TaskMailbox()
         self.open(mailbox, message, deadline_s, resubmit)
         try:
             value: T = await mailbox.take()

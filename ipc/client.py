@@ -15,12 +15,12 @@ import atexit
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from .async_client import AsyncClient, Mailbox, TokenStream
+from .async_client import AsyncClient, TokenStream
 from .client_config import ClientConfig
-from .errors import UnisonError, WorkerLostError
+from .errors import WorkerLostError
+from .mailbox import Mailbox, ThreadMailbox
 from .messages import BufferReserved, RequestFinished, SubmitRequest, WeightsLive, Welcome, WorkerStatus
 from .requests import new_request
 from .types import Manifest, OnUpdate, PolicyVersion, RequestOutput, SamplingParams, ScoreOutput, TokenDelta
@@ -40,12 +40,12 @@ class SyncStream:
         """The whole result, once the iteration has ended."""
         self._client = client
         self._submit = (message, deadline_s, resubmit)
-        self._mailbox: _ThreadMailbox | None = None
+        self._mailbox: ThreadMailbox | None = None
 
     def __iter__(self) -> Iterator[tuple[TokenDelta, ...]]:
         """As TokenStream; a loop that is left early closes the stream."""
         if self._mailbox is None:
-            self._mailbox = _ThreadMailbox()
+            self._mailbox = ThreadMailbox()
             self._client.open(self._mailbox, *self._submit)
         try:
             while self.output is None:
@@ -67,25 +67,6 @@ class SyncStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _ThreadMailbox:
-    """Answers for another thread than the loop's: taking one costs no trip to the loop and back."""
-
-    def __init__(self) -> None:
-        self.call_id = 0
-        self._answers: SimpleQueue[Any] = SimpleQueue()
-
-    def put(self, value: Any) -> None:
-        """One more answer."""
-        self._answers.put(value)
-
-    def take(self) -> Any:
-        """The next answer; raises it where it is an error. It ends as AsyncClient's does: every call is answered."""
-        value = self._answers.get()
-        if isinstance(value, UnisonError):
-            raise value
-        return value
 
 
 class Client:
