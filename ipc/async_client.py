@@ -18,7 +18,7 @@ from .address import Address, is_alive, read_address
 from .calls import Answer, CallTable
 from .channel import Dialer
 from .client_config import ClientConfig
-from .errors import CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
+from .errors import ERROR_CODES, CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
 from .mailbox import Mailbox, TaskMailbox
 from .messages import (
     CODEC,
@@ -60,6 +60,8 @@ from .types import (
 )  # fmt: skip
 
 T = TypeVar("T")
+_DROPPED = ERROR_CODES[HandshakeError].code
+"""A failure of no call in particular with this code says that the worker doesn't know this client any more."""
 
 
 class TokenStream:
@@ -421,7 +423,7 @@ class AsyncClient:
             messages = dialer.drain()
             for call_id, message in messages:
                 heard_s = now_s
-                if call_id == 0 and isinstance(message, Failed):
+                if call_id == 0 and isinstance(message, Failed) and message.code == _DROPPED:
                     return f"worker {address.epoch} dropped this client: {message.message}", False
                 self._deliver(self._calls.on_message(call_id, message))
             if now_s - checked_s >= self.config.tick_s:

@@ -1,8 +1,4 @@
-"""The providers' own SDKs against the server, over the real model: what a user's program sees.
-
-The fixture `base_url` decides which server: here one in this process; whatever else serves the model with the same
-protocol may take its place.
-"""
+"""The providers' own SDKs against bin/serve's processes, over the real model: what a user's program sees."""
 
 from __future__ import annotations
 
@@ -16,11 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from harness.engine_backend import EngineBackend
-from harness.http_server import serving
-from unison.engine.config import CacheConfig, EngineConfig
-from unison.engine.engine import Engine
-from unison.workers.network.app import create_app
+from harness.serving import serving
 
 pytestmark = [pytest.mark.slow]
 
@@ -40,17 +32,11 @@ ASK_WEATHER: list[Any] = [{"role": "user", "content": "What's the weather in Par
 
 
 @pytest.fixture(scope="module")
-def base_url(model_dir: Path) -> Iterator[str]:
-    """Where the real model is served in float32."""
-    from transformers import AutoTokenizer
-
-    engine = Engine.from_pretrained(model_dir, EngineConfig(dtype="float32", cache=CacheConfig(num_tokens=16384)))
-    backend = EngineBackend(engine, MODEL).start()
-    try:
-        with serving(create_app(backend, AutoTokenizer.from_pretrained(model_dir))) as url:
-            yield url
-    finally:
-        backend.stop()
+def base_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the real model is served in float32: server, worker and supervisor, as a user starts them."""
+    options = ("--served-name", MODEL, "--dtype", "float32", "--port", "0", "--set", "engine.cache.num_tokens=16384")
+    with serving(tmp_path_factory.mktemp("serve") / "r", model_dir, *options) as run:
+        yield run.url
 
 
 @pytest.fixture

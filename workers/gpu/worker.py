@@ -195,11 +195,8 @@ class GpuWorker:
         except UnisonError as error:
             if peer is None:
                 self._peers.refuse(received.peer, call_id, failure(error))
-            elif call_id:
-                self._peers.answer(peer, call_id, failure(error))
             else:
-                # Call 0 is nobody's; a message that must not be answered under it would read as "you were dropped".
-                log.warning("unusable message", extra={"client_pid": peer.pid, "reason": str(error)})
+                self._peers.answer(peer, call_id, failure(error))
 
     def _greet(self, identity: bytes, envelope: Envelope, now_s: float) -> None:
         if envelope.tag == Goodbye.__name__:
