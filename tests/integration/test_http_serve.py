@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -191,3 +193,22 @@ def test_metrics(http: httpx.Client) -> None:
                if not line.startswith("#")}  # fmt: skip
     assert samples["unison_up"] == 1 and samples["unison_live_version"] == 0
     assert any("generated_tokens" in name and value > 0 for name, value in samples.items())
+
+
+def test_fuzzing_against_its_own_openapi(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P43: schemathesis against the server's own description of itself: no 5xx, no hang, the server lives on."""
+    monkeypatch.delenv("UNISON_API_KEY", raising=False)
+    monkeypatch.setenv("UNISON_ADMIN_KEY", "admin-key")
+    options = ("--served-name", MODEL, "--port", "0", "--set", "engine.cache.num_tokens=16384",
+               "--set", "network.request_timeout_s=5")  # fmt: skip
+    with serving(tmp_path / "r", model_dir, *options) as run:
+        command = [
+            sys.executable, "-m", "schemathesis.cli", "run", f"{run.url}/openapi.json", "--phases", "fuzzing,coverage",
+            "--max-examples", "10", "--checks", "not_a_server_error", "--seed", "1", "--request-timeout", "30",
+            "--generation-database", "none", "--continue-on-failure", "--exclude-path-regex", "/v1/policy/p.*",
+            "-H", "x-api-key: admin-key",
+        ]  # fmt: skip
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+        assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+        assert httpx.post(f"{run.url}/v1/completions", json=ask(), timeout=60).status_code == 200
+        assert run.pids().keys() >= {"gpu", "network", "janitor"}
