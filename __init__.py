@@ -6,6 +6,9 @@ Example:
     from unison import Engine, EngineConfig, SamplingParams
     engine = Engine.from_pretrained("DIR", EngineConfig())
     outputs = engine.run_batch([[1, 2, 3]], SamplingParams(max_tokens=16, seed=7), n=8)
+
+    with Client.connect("RUN_DIR") as client:  # of a running bin/serve
+        output = client.generate([1, 2, 3], SamplingParams(max_tokens=16, seed=7), n=8)
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine.config import EngineConfig
     from .engine.engine import Engine
+    from .ipc.client import AsyncClient, Client
     from .ipc.types import SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams"]
+__all__ = ["AsyncClient", "Client", "Engine", "EngineConfig", "SamplingParams"]
 
-_MODULE_BY_NAME = {"Engine": ".engine.engine", "EngineConfig": ".engine.config", "SamplingParams": ".ipc.types"}
+_MODULE_BY_NAME = {
+    "AsyncClient": ".ipc.client", "Client": ".ipc.client", "Engine": ".engine.engine",
+    "EngineConfig": ".engine.config", "SamplingParams": ".ipc.types",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -86,7 +86,7 @@ def settled(worker: WorkerThread) -> None:
 
 
 def test_generate_equals_the_engine_in_process(worker: WorkerThread, client: Client) -> None:
-    """S27, R3: the channel changes nothing: same tokens, log-probs, versions and finish reason."""
+    """S27, S10, R3: the channel changes nothing: same tokens, log-probs, versions and finish reason."""
     through = client.generate([5, 6, 7], SamplingParams(max_tokens=20, seed=3), n=3)
     (here,) = worker.engine.run_batch([[5, 6, 7]], SamplingParams(max_tokens=20, seed=3), n=3)
     assert through.completions == here.completions
@@ -133,14 +133,14 @@ def test_one_client_from_many_threads(client: Client) -> None:
 def test_bad_requests_get_typed_errors(
     worker: WorkerThread, client: Client, prompt: list[int], options: dict[str, int], error: type[Exception], says: str
 ) -> None:
-    """R2: refused by name, on this side or on the other, and nothing is held."""
+    """S8, S29, R2: refused by name, on this side or on the other, before anything is taken, and nothing is held."""
     with pytest.raises(error, match=says):
         client.generate(prompt, **options)
     settled(worker)
 
 
 def test_leaving_a_stream_frees_its_slot(worker: WorkerThread, client: Client) -> None:
-    """P42: cancelling by leaving the loop ends the request at the worker."""
+    """S29, P42: leaving the loop ends the request at the worker; rows, KV and metrics are given back."""
     for _ in client.stream([5], LONG):
         break
     settled(worker)
@@ -167,7 +167,7 @@ def test_a_client_cannot_cancel_anothers_request(worker: WorkerThread, client: C
 
 
 def test_pause_keeps_everything_and_resume_goes_on(client: Client) -> None:
-    """P38: pausing twice or with an empty batch is fine; a paused request goes on where it was."""
+    """P38, P16: pausing twice or with an empty batch is fine; a paused request goes on where it was."""
     expected = client.generate([5, 9], LONG)
     client.pause()
     client.pause()
@@ -177,6 +177,45 @@ def test_pause_keeps_everything_and_resume_goes_on(client: Client) -> None:
         wait_until(lambda: client.status().num_waiting, "the request to be there")
         client.resume()
         assert waiting.result(30).completions == expected.completions
+
+
+def test_a_request_lives_as_long_as_its_worker_gives_signs_of_life(worker: WorkerThread) -> None:
+    """P37: no global time-out kills a long request: only a deadline that was asked for, or a worker that is silent."""
+    impatient = ClientConfig(call_s=0.2, ping_s=0.1, tick_s=0.05, silence_s=1.0)
+    with Client.connect(worker.run_dir, config=impatient) as client, ThreadPoolExecutor(1) as pool:
+        client.pause()
+        waiting = pool.submit(client.generate, [5], GREEDY)
+        until = time.monotonic() + 2 * impatient.silence_s
+        wait_until(lambda: time.monotonic() > until or waiting.done(), "more than any time-out")
+        assert not waiting.done()
+        client.resume()
+        assert waiting.result(30).completions[0].finish_reason is FinishReason.LENGTH
+
+
+def test_what_cannot_be_done_is_an_error_not_an_ok(client: Client) -> None:
+    """P04: releasing what is live, rolling back to what isn't there, unpinning what isn't pinned: refused, typed."""
+    with pytest.raises(VersionBusyError, match="0 is live"):
+        client.release(0)
+    with pytest.raises(UnknownVersionError):
+        client.rollback(3)
+    with pytest.raises(UnknownVersionError):
+        client.pin(3)
+    with pytest.raises(ArenaError):
+        client.abandon_buffer(1)
+
+
+def test_a_worker_built_inside_inference_mode(tmp_path: Path, model: Path) -> None:
+    """S11, S12, S10: whoever builds the worker, and in which mode, its weights and buffers are ordinary tensors, and
+    the thread that runs the loop may write them."""
+    with torch.inference_mode():
+        running = WorkerThread(tmp_path / "r", model, {})
+    assert not running.arena.flat(0).is_inference()
+    assert not any(tensor.is_inference() for tensor in running.engine._parts.buffer.layer(0))
+    with running, Client.connect(running.run_dir) as client:
+        for _ in range(2):
+            output = client.generate([5], SamplingParams(max_tokens=16, ignore_eos=True))
+            assert len(output.completions[0].token_ids) == 16
+    assert running.fault is None
 
 
 def test_cancel_while_paused_is_reported(client: Client) -> None:
@@ -190,7 +229,7 @@ def test_cancel_while_paused_is_reported(client: Client) -> None:
 
 
 def test_publish_goes_live_and_reads_the_publishers_bytes(worker: WorkerThread, client: Client) -> None:
-    """V1, V2, S26: the version is ordinal plus digest, the engine computes with the very bytes that were written."""
+    """V1, V2, S2, S26: the version is ordinal plus digest, the engine computes with the very bytes that were written."""
     new = tiny_weights(tiny_spec(), seed=1)
     before = client.generate([5, 6], GREEDY)
     with WeightPublisher(client) as publisher:
@@ -243,7 +282,7 @@ def test_an_abandoned_update_changes_nothing(client: Client) -> None:
 
 
 def test_publishing_needs_a_reservation_and_retries_act_once(client: Client) -> None:
-    """P29, P38: the same publication twice is one; one without a reservation is refused."""
+    """S8, P29, P38: the same publication twice is one; one without a reservation is refused."""
     with WeightPublisher(client) as publisher:
         live = publisher.publish(tiny_weights(tiny_spec(), seed=1))
         manifest = publisher.arena.manifest(1)

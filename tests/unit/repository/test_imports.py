@@ -104,7 +104,7 @@ def test_modules_have_no_import_cycle() -> None:
 
 def test_importing_unison_loads_no_torch() -> None:
     code = "import sys, unison; print('torch' in sys.modules, unison.__all__, set(unison.__all__) <= set(dir(unison)))"
-    assert run_python(code) == "False ['Engine', 'EngineConfig', 'SamplingParams'] True"
+    assert run_python(code) == "False ['AsyncClient', 'Client', 'Engine', 'EngineConfig', 'SamplingParams'] True"
 
 
 def test_the_vocabulary_needs_no_torch() -> None:
@@ -115,8 +115,9 @@ def test_the_vocabulary_needs_no_torch() -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     import unison
 
-    with pytest.raises(AttributeError, match="Client.*public names are Engine, EngineConfig, SamplingParams"):
-        unison.Client  # noqa: B018
+    names = "AsyncClient, Client, Engine, EngineConfig, SamplingParams"
+    with pytest.raises(AttributeError, match=f"Trainer.*public names are {names}"):
+        unison.Trainer  # noqa: B018
 
 
 def run_python(code: str) -> str:

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from harness.source_tree import FOLDERS, ROOT, module_paths
+from harness.source_tree import FOLDERS, ROOT, imports_of, module_paths
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 75
@@ -55,6 +55,14 @@ def test_cache_is_layers() -> None:
     """S17: the cache consists of buffers, strategy and pool, each in its own module."""
     names = {path.stem for path in module_paths() if path.parent == Path("engine/cache")}
     assert {"buffer", "strategy", "pool"} <= names
+
+
+def test_http_lies_in_network() -> None:
+    """S20: HTTP code is the package network, the application its module app; nothing else imports an HTTP library."""
+    assert Path("workers/network/app.py") in module_paths()
+    for path in module_paths():
+        if path.parts[:2] != ("workers", "network"):
+            assert not {"starlette", "uvicorn"} & {item.module.split(".")[0] for item in imports_of(path)}, path
 
 
 def test_sampling_lies_beside_the_executor() -> None:
