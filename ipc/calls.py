@@ -216,13 +216,13 @@ def _news(seen: _Delivered, delta: TokenDelta) -> TokenDelta | None:
     seen.versions += versions[overlap:]
     ends = delta.finish_reason is not None and not seen.has_ended
     seen.has_ended |= ends
-    if overlap == 0:
-        return delta
     if overlap == len(delta.token_ids) and not ends:
         return None
+    if known == 0:
+        return delta
     return replace(
-        delta, first=end, token_ids=delta.token_ids[overlap:], logprobs=delta.logprobs[overlap:],
-        raw_logprobs=delta.raw_logprobs[overlap:], log_support_mass=delta.log_support_mass[overlap:],
-        top_logprobs=delta.top_logprobs[overlap:],
+        delta, first=len(seen.token_ids) - len(delta.token_ids) + overlap, token_ids=delta.token_ids[overlap:],
+        logprobs=delta.logprobs[overlap:], raw_logprobs=delta.raw_logprobs[overlap:],
+        log_support_mass=delta.log_support_mass[overlap:], top_logprobs=delta.top_logprobs[overlap:],
         versions=tuple(VersionSpan(s.version, max(s.first, end), s.end) for s in delta.versions if s.end > end),
     )  # fmt: skip

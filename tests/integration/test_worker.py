@@ -229,7 +229,7 @@ def test_cancel_while_paused_is_reported(client: Client) -> None:
 
 
 def test_publish_goes_live_and_reads_the_publishers_bytes(worker: WorkerThread, client: Client) -> None:
-    """V1, V2, S2, S26: the version is ordinal plus digest, the engine computes with the very bytes that were written."""
+    """V1, V2, S2, S26: ordinal plus digest is the version, and the engine computes with the very bytes written."""
     new = tiny_weights(tiny_spec(), seed=1)
     before = client.generate([5, 6], GREEDY)
     with WeightPublisher(client) as publisher:
