@@ -21,17 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...ipc.channel import Delivery, Listener
-from ...ipc.errors import HandshakeError
-from ...ipc.messages import CODEC, Failed, Hello, RequestFinished, failure
+from ...ipc.errors import HandshakeError, RequestFailedError
+from ...ipc.messages import CODEC, Failed, Hello, failure
 
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 10_000
 """Messages that wait for a slow peer; one that needs more is dropped."""
-MAX_ANSWERS = 1024
-"""Answers that are remembered per peer, so that a retried call acts once (P2)."""
-MAX_ANSWER_BYTES = 1 << 20
-"""A larger answer isn't remembered; asking again for it fails with `request_failed`."""
+MAX_ANSWERS, MAX_ANSWER_BYTES = 1024, 16 << 20
+"""Calls that are remembered per peer, so that a retried one acts once (P2), and bytes that their answers may take
+together; an older answer is replaced by one that says so."""
 
 
 @dataclass(eq=False)
@@ -58,6 +57,22 @@ class Peer:
     """Frame of the last answer by call id; None while there is none yet."""
     backlog: deque[bytes] = field(default_factory=deque)
     """Frames that found the queue full."""
+
+    num_answer_bytes: int = 0
+    """Bytes of all remembered answers."""
+
+    def remember(self, call_id: int, frame: bytes) -> None:
+        """Keep an answer for a retry of its call; the oldest ones make room."""
+        self.answers[call_id] = frame
+        self.num_answer_bytes += len(frame)
+        for old in self.answers:
+            if self.num_answer_bytes <= MAX_ANSWER_BYTES:
+                return
+            known = self.answers[old]
+            if known is not None:
+                gone = RequestFailedError("the call was carried out; its answer isn't kept any more", "internal")
+                self.answers[old] = CODEC.encode(old, failure(gone))
+                self.num_answer_bytes += len(self.answers[old] or b"") - len(known)
 
     @property
     def is_slow(self) -> bool:
@@ -122,7 +137,8 @@ class Peers:
         if call_id not in peer.answers:
             peer.answers[call_id] = None
             while len(peer.answers) > MAX_ANSWERS:
-                peer.answers.popitem(last=False)
+                _, forgotten = peer.answers.popitem(last=False)
+                peer.num_answer_bytes -= len(forgotten or b"")
             return False
         frame = peer.answers[call_id]
         if frame is not None:
@@ -132,8 +148,8 @@ class Peers:
     def answer(self, peer: Peer, call_id: int, message: Any) -> None:
         """Send an answer, and remember it for a retry of the call."""
         frame = CODEC.encode(call_id, message)
-        if call_id in peer.answers and not (len(frame) > MAX_ANSWER_BYTES and isinstance(message, RequestFinished)):
-            peer.answers[call_id] = frame
+        if call_id in peer.answers:
+            peer.remember(call_id, frame)
         self._push(peer, frame)
 
     def tell(self, peer: Peer, message: Any) -> None:

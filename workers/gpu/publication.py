@@ -19,7 +19,14 @@ from typing import Any
 from ...engine.engine import Engine
 from ...engine.guard import VersionState
 from ...ipc.arena.arena import WeightArena
-from ...ipc.errors import ArenaError, StaleVersionError, UnisonError, VersionBusyError, VersionError
+from ...ipc.errors import (
+    ArenaError,
+    InvalidRequestError,
+    StaleVersionError,
+    UnisonError,
+    VersionBusyError,
+    VersionError,
+)
 from ...ipc.messages import BufferReserved, PublishWeights, WeightsLive, failure
 from ...ipc.types import PolicyVersion
 from .peers import Peer
@@ -27,6 +34,10 @@ from .peers import Peer
 log = logging.getLogger(__name__)
 
 Answer = tuple[Peer, int, Any]
+MAX_ORDINAL = 2**53
+"""Ordinals stay exact in JSON, and far from where an integer of the wire ends."""
+MAX_WAIT_S = 86_400.0
+"""Longest wait for a buffer."""
 
 
 @dataclass
@@ -109,7 +120,7 @@ class Publication:
 
     def reserve(self, peer: Peer, call_id: int, wait_s: float, now_s: float) -> None:
         """Queue the wish; `settle` answers it, at the latest when `wait_s` is over."""
-        self._wishes.append(_Wish(peer, call_id, now_s + max(0.0, wait_s)))
+        self._wishes.append(_Wish(peer, call_id, now_s + min(max(0.0, wait_s), MAX_WAIT_S)))
 
     def abandon(self, peer: Peer, buffer: int) -> None:
         """Give a reservation back.
@@ -132,6 +143,8 @@ class Publication:
             self._updates.append(update)  # the same message once more (P29)
             return
         self._owned(peer, message.buffer)
+        if message.version.ordinal > MAX_ORDINAL:
+            raise InvalidRequestError("version", f"has ordinal {message.version.ordinal}; the highest is {MAX_ORDINAL}")
         if message.version.ordinal < self._engine.next_ordinal:
             raise StaleVersionError(
                 f"ordinal {message.version.ordinal} isn't above every one seen; publish under "

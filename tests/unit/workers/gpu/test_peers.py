@@ -112,3 +112,18 @@ def test_a_peer_that_is_not_there_any_more_is_lost(wire: Wire) -> None:
 
     assert wait_until(gone, "the send to fail") == [peer]
     wire.dealer = wire.context.socket(zmq.DEALER)
+
+
+def test_remembered_answers_are_bounded(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: a retry of a call whose answer isn't kept any more is told so, and the call isn't carried out again."""
+    monkeypatch.setattr("unison.workers.gpu.peers.MAX_ANSWER_BYTES", 3000)
+    peer = wire.welcome()
+    for call_id in range(1, 6):
+        assert not wire.peers.is_retry(peer, call_id)
+        wire.peers.answer(peer, call_id, Failed("x", "y" * 1000, {}))
+        wire.receive()
+    assert peer.num_answer_bytes <= 3000 + 1000
+    assert peer.num_answer_bytes == sum(len(frame or b"") for frame in peer.answers.values())
+    assert wire.peers.is_retry(peer, 1)
+    call_id, message = wire.receive()
+    assert call_id == 1 and isinstance(message, Failed) and message.code == "request_failed"
