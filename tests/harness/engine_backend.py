@@ -10,12 +10,13 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from time import monotonic
 from typing import Any, TypeVar
 
 from unison.engine.engine import Engine
 from unison.ipc.errors import DeadlineError, UnisonError, UnknownVersionError
+from unison.ipc.messages import Welcome, WorkerStatus
 from unison.ipc.types import (
     GenerateRequest,
     OnUpdate,
@@ -25,43 +26,11 @@ from unison.ipc.types import (
     ScoreOutput,
     TokenDelta,
 )  # fmt: skip
+from unison.workers.gpu.report import WorkerGauges
 
 T = TypeVar("T")
 
 Sink = Callable[[tuple[TokenDelta, ...], RequestOutput | None], None]
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    epoch: str
-    pid: int
-    model: str
-    vocab_size: int
-    max_len: int
-    live: PolicyVersion
-
-
-@dataclass(frozen=True)
-class VersionFacts:
-    version: PolicyVersion
-    state: str
-    num_pins: int
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    step: int
-    step_age_s: float
-    loop_age_s: float
-    is_paused: bool
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    tokens_per_s: float
-    versions: tuple[VersionFacts, ...]
-    counters: dict[str, int]
-    latencies_s: dict[str, float]
 
 
 class EngineBackend:
@@ -80,6 +49,7 @@ class EngineBackend:
         self._is_stopped = False
         self._num_requests = 0
         self._step_s = monotonic()
+        self._gauges = WorkerGauges(self._step_s)
         self._thread = threading.Thread(target=self._run, name="engine-backend")
 
     def start(self) -> EngineBackend:
@@ -93,11 +63,10 @@ class EngineBackend:
         assert not self._thread.is_alive()
 
     @property
-    def worker(self) -> EngineInfo:
+    def worker(self) -> Welcome:
         engine = self.engine
-        return EngineInfo(
-            "1", 0, self._model, engine.spec.vocab_size, engine.status().max_len, engine.live_version
-        )
+        limits = engine.status().max_len
+        return Welcome("1", 0, self._model, engine.spec.vocab_size, limits, 2, engine.live_version)
 
     @property
     def num_in_flight(self) -> int:
@@ -170,22 +139,18 @@ class EngineBackend:
     ) -> ScoreOutput:
         return await self._call(lambda: self.engine.score(prompt_ids, continuation_ids, top_k, pin_version))
 
-    async def status(self, deadline_s: float = 5.0) -> EngineFacts:
+    async def status(self, deadline_s: float = 5.0) -> WorkerStatus:
         if not self.answers_status:
             raise DeadlineError(f"the worker didn't answer within {deadline_s} s")
         return await self._call(self._facts)
 
-    def _facts(self) -> EngineFacts:
-        status, stats = self.engine.status(), self.engine.stats()
+    def _facts(self) -> WorkerStatus:
+        status = self._gauges.status("1", self.engine, lambda _: 0, monotonic())
         versions = tuple(
-            VersionFacts(item.version, item.state.value, item.num_pins + self.pins.get(item.version.ordinal, 0))
-            for item in status.versions
+            replace(item, num_pins=item.num_pins + self.pins.get(item.version.ordinal, 0)) for item in status.versions
         )
-        return EngineFacts(
-            stats.num_steps, monotonic() - self._step_s, 0.0, self._is_paused, status.num_running, status.num_waiting,
-            status.num_blocks, status.num_free_blocks, 0.0, versions,
-            {"num_steps": stats.num_steps, "num_generated_tokens": stats.num_generated_tokens}, {},
-        )  # fmt: skip
+        step_age_s = monotonic() - self._step_s
+        return replace(status, versions=versions, is_paused=self._is_paused, step_age_s=step_age_s)
 
     async def rollback(self, ordinal: int) -> PolicyVersion:
         def work() -> PolicyVersion:

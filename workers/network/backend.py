@@ -1,111 +1,16 @@
 """Backend: what the server asks of the engine behind it.
 
-Owns: the protocol, and the snapshots that cross it. Knows no socket and no text. `ipc`'s asynchronous client fills it
-in; so does the in-process engine of the tests.
+Owns: the protocol; what crosses it are the messages and types of `ipc`. Knows no socket and no text. `ipc`'s
+asynchronous client fills it in; so does the in-process engine of the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from ...ipc.messages import Welcome, WorkerStatus
 from ...ipc.types import OnUpdate, PolicyVersion, RequestOutput, SamplingParams, ScoreOutput, TokenDelta
-
-
-class WorkerInfo(Protocol):
-    """Who answers: one life of one engine worker."""
-
-    @property
-    def epoch(self) -> str:
-        """Another one after every restart."""
-
-    @property
-    def pid(self) -> int:
-        """Process id of the worker."""
-
-    @property
-    def model(self) -> str:
-        """Name under which the model is served."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-
-    @property
-    def max_len(self) -> int:
-        """Most tokens of prompt and completion together."""
-
-    @property
-    def live(self) -> PolicyVersion:
-        """Version that new requests start on, as far as is known."""
-
-
-class VersionStatus(Protocol):
-    """One installed version."""
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Ordinal and digest."""
-
-    @property
-    def state(self) -> str:
-        """Its state in the version protocol."""
-
-    @property
-    def num_pins(self) -> int:
-        """Requests that keep it from being retired."""
-
-
-class WorkerStatus(Protocol):
-    """What the worker is doing; a snapshot."""
-
-    @property
-    def step(self) -> int:
-        """Steps since the start."""
-
-    @property
-    def step_age_s(self) -> float:
-        """Seconds since the last step ended."""
-
-    @property
-    def loop_age_s(self) -> float:
-        """How long a message to the worker may have waited lately."""
-
-    @property
-    def is_paused(self) -> bool:
-        """True while no step is run on purpose."""
-
-    @property
-    def num_running(self) -> int:
-        """Sequences with KV."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without KV."""
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks of the pool."""
-
-    @property
-    def num_free_blocks(self) -> int:
-        """KV blocks that could be taken now."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per second, lately."""
-
-    @property
-    def versions(self) -> Sequence[VersionStatus]:
-        """Installed policy versions."""
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """Totals since the worker's start, by name."""
-
-    @property
-    def latencies_s(self) -> Mapping[str, float]:
-        """Percentiles of recent durations, by name; a name is absent before the first."""
 
 
 class TokenStream(Protocol):
@@ -133,7 +38,7 @@ class Backend(Protocol):
     """An engine that may be asked from one event loop. Every method may raise a `UnisonError`."""
 
     @property
-    def worker(self) -> WorkerInfo:
+    def worker(self) -> Welcome:
         """The worker that answers at present."""
 
     @property

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .backend import WorkerStatus
+from ...ipc.messages import WorkerStatus
 from .generation import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

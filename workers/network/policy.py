@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from ...ipc.messages import WorkerStatus
 from ...ipc.types import PolicyVersion
-from .backend import WorkerStatus
 from .routing import Call, Network
 
 
