@@ -17,6 +17,7 @@ from ..ipc.types import (
     ErrorReason,
     FinishReason,
     GenerateRequest,
+    KVEpoch,
     RequestOutput,
     TokenDelta,
     TopLogprobs,
@@ -86,7 +87,8 @@ class Sequence:
 
     __slots__ = (
         "request", "index", "incarnation", "status", "cache", "generated", "logprobs", "raw_logprobs",
-        "log_support_mass", "top_logprobs", "spans", "kv_spans", "finish_reason", "error", "matched_stop", "identity",
+        "log_support_mass", "top_logprobs", "spans", "kv_spans", "kv_epochs", "finish_reason", "error", "matched_stop",
+        "identity",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
@@ -102,6 +104,7 @@ class Sequence:
         self.top_logprobs: list[TopLogprobs] = []
         self.spans = SpanRecorder()
         self.kv_spans: tuple[VersionSpan, ...] = ()
+        self.kv_epochs: list[KVEpoch] = []
         self.finish_reason: FinishReason | None = None
         self.error: ErrorReason | None = None
         self.matched_stop: int | None = None
@@ -139,6 +142,8 @@ class Sequence:
         cache, self.cache = self.cache, None
         self.status = status
         self.kv_spans = tuple(cache.kv_spans)
+        if status is SequenceStatus.WAITING and self.generated:
+            self.kv_epochs.append(KVEpoch(len(self.generated), self.kv_spans))
         return cache
 
     def append(self, token: int, logprob: float, raw_logprob: float, log_support_mass: float, version: int) -> None:
@@ -185,7 +190,23 @@ class Sequence:
             matched_stop=self.matched_stop,
             error=self.error,
             top_logprobs=tuple(self.top_logprobs),
+            kv_history=_differing(self.kv_epochs, self.kv_spans),
         )
+
+
+def _differing(epochs: list[KVEpoch], last: tuple[VersionSpan, ...]) -> tuple[KVEpoch, ...]:
+    """Epochs whose KV isn't, position by position, what came after them; most preemptions compute the same again."""
+    kept: list[KVEpoch] = []
+    for epoch in reversed(epochs):
+        if not _agree(epoch.kv_versions, last):
+            kept.append(epoch)
+            last = epoch.kv_versions
+    return tuple(reversed(kept))
+
+
+def _agree(one: tuple[VersionSpan, ...], other: tuple[VersionSpan, ...]) -> bool:
+    """True where both name the same version at every position that both have."""
+    return all(a.version == b.version for a in one for b in other if a.first < b.end and b.first < a.end)
 
 
 class Request:

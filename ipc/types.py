@@ -284,6 +284,16 @@ class TokenDelta:
 
 
 @dataclass(frozen=True)
+class KVEpoch:
+    """KV that a completion had before it was computed again, under other versions (V3)."""
+
+    end: int
+    """Tokens at positions below it, and not of an epoch before, were drawn over this KV."""
+    kv_versions: tuple[VersionSpan, ...]
+    """Version of the KV of each position of prompt + completion that was there then."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished completion: a sample that can be attributed, replayed and trained on (R5).
 
@@ -315,6 +325,9 @@ class Completion:
     """The cause, with `FinishReason.ABORTED` or `FinishReason.ERROR`."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """Alternatives per token, where asked for."""
+    kv_history: tuple[KVEpoch, ...] = ()
+    """Where KV was computed again under other versions (a preemption after `carry`, or `recompute`): what earlier
+    tokens were drawn over, in order of `end`. Empty: all tokens were drawn over the KV of `kv_versions`."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class NativeKernels(Kernels):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dtype = x_MK.dtype
-        if self._torch is not None and dtype is _BF16:
+        if self._torch is not None and dtype is _BF16 and self._torch.can_be_exact(x_MK, w_NK):
             return self._torch.linear(x_MK, w_NK, bias_N, out)
         return _call_linear(self._linear, x_MK, w_NK, bias_N, out, dtype)
 

@@ -2,9 +2,9 @@
 
 Owns the recipe that makes torch's GEMM row-invariant: blocks of at most `max_rows` rows, short blocks padded with
 zeros to `min_rows`. Which numbers hold depends on the library that torch calls (oneDNN with or without AMX, MKL,
-cuBLAS), so they are measured once per device and dtype by a small probe: the first recipe under which every tried M
-gives the bits of a whole block. A recipe in which every block has the same size always holds, because at a fixed M a
-row doesn't depend on its company.
+cuBLAS) and on the weight's shape, so they are measured once per device, dtype and shape by a small probe: the first
+recipe under which every tried M gives the bits of a whole block. A recipe in which every block has the same size always
+holds, because at a fixed M a row doesn't depend on its company.
 
 On CUDA no call waits for the device; only the probe does, at its first use.
 """
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 from .kernels import Kernels
 
-PROBE_SHAPES = ((96, 64), (576, 576), (192, 1536), (259, 48))
-"""(N, K) of the probe's weights."""
+REMAINDER = 2.0**-18
+"""What is left of the probe's sums: near the rounding of the terms that cancel, so that their order shows in bf16."""
 HEAD_ROWS = 4096
 """Rows of a bf16 head that are widened at a time for `logits` on CPU."""
 SILU_WIDTH = 32
@@ -45,14 +45,25 @@ RECIPES = ((1, 256), (2, 256), (4, 256), (8, 256), (16, 256), (1, 32), (2, 32), 
 
 
 @cache
-def probe_recipe(device: str, dtype: torch.dtype) -> RowRecipe:
-    """The cheapest recipe under which a row's bits don't depend on M, on this device for this dtype."""
+def probe_recipe(device: str, dtype: torch.dtype, n: int, k: int) -> RowRecipe:
+    """The cheapest recipe under which a row's bits don't depend on M, for weights [n, k] of this dtype on this device.
+
+    Two sets of operands: random ones, and ones whose terms cancel in pairs up to a small remainder. With the first,
+    another order of addition seldom survives the rounding to bf16; with the second it nearly always does.
+    """
     generator = torch.Generator().manual_seed(20)
-    cases: list[tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]] = []
-    for n, k in PROBE_SHAPES:
-        x = torch.randn(256, k, generator=generator).to(device=device, dtype=dtype)
-        w = torch.randn(n, k, generator=generator).to(device=device, dtype=dtype)
-        cases.append((x, w, {}))
+    x = torch.randn(256, k, generator=generator)
+    w = torch.randn(min(n, 1024), k, generator=generator)
+    pairs = torch.randperm(k, generator=generator)[: k // 4 * 2].view(2, -1)
+    x_cancelling, w_cancelling = x.to(dtype).float(), w.to(dtype).float()
+    x_cancelling[:, pairs[1]], w_cancelling[:, pairs[1]] = x_cancelling[:, pairs[0]], -w_cancelling[:, pairs[0]]
+    rest = torch.ones(k, dtype=torch.bool)
+    rest[pairs.flatten()] = False
+    w_cancelling[:, rest] *= REMAINDER
+    cases: list[tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]] = [
+        (a.to(device=device, dtype=dtype), b.to(device=device, dtype=dtype), {})
+        for a, b in ((x, w), (x_cancelling, w_cancelling))
+    ]
     for min_rows, max_rows in RECIPES:
         recipe = RowRecipe(min_rows, max_rows, True)
         if all(_is_invariant(x, w, recipe, known) for x, w, known in cases):
@@ -86,6 +97,10 @@ class TorchKernels(Kernels):
     def exact(self) -> bool:
         return self._wants_exact and all(recipe.holds for recipe in self._used.values())
 
+    def can_be_exact(self, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
+        """Whether some recipe holds for weights of this shape here."""
+        return probe_recipe(str(x_MK.device), x_MK.dtype, *w_NK.shape).holds
+
     def describe(self) -> dict[str, object]:
         recipes = {key: f"{r.min_rows}..{r.max_rows} rows, holds: {r.holds}" for key, r in self._used.items()}
         return {"name": self.name, "exact": self.exact, "gemm_blocks": recipes, "torch": torch.__version__}
@@ -99,7 +114,7 @@ class TorchKernels(Kernels):
     ) -> torch.Tensor:
         _check_linear(x_MK, w_NK)
         if self._wants_exact:
-            return self._by_rows(lambda x: F.linear(x, w_NK, bias_N), x_MK, w_NK.shape[0], out)
+            return self._by_rows(lambda x: F.linear(x, w_NK, bias_N), x_MK, w_NK, out)
         return _into(out, F.linear(x_MK, w_NK, bias_N))
 
     def logits(self, x_MK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,7 +127,7 @@ class TorchKernels(Kernels):
                 return torch.mm(x, w_NK.t(), out_dtype=torch.float32)
 
             if self._wants_exact:
-                return self._by_rows(whole, x_MK, w_NK.shape[0], out, torch.float32)
+                return self._by_rows(whole, x_MK, w_NK, out, torch.float32)
             return _into(out, whole(x_MK))
         result = x_MK.new_empty((x_MK.shape[0], w_NK.shape[0]), dtype=torch.float32) if out is None else out
         wide = x_MK.float()
@@ -169,12 +184,13 @@ class TorchKernels(Kernels):
         self,
         gemm: Callable[[torch.Tensor], torch.Tensor],
         x: torch.Tensor,
-        width: int,
+        w: torch.Tensor,
         out: torch.Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        recipe = probe_recipe(str(x.device), x.dtype)
-        self._used[f"{x.device} {x.dtype}"] = recipe
+        width = w.shape[0]
+        recipe = probe_recipe(str(x.device), x.dtype, *w.shape)
+        self._used[f"{x.device} {x.dtype} {tuple(w.shape)}"] = recipe
         rows = x.shape[0]
         if recipe.min_rows <= rows <= recipe.max_rows:
             return _into(out, gemm(x))

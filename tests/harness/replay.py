@@ -31,26 +31,18 @@ def assert_tiles(spans: Sequence[VersionSpan], end: int) -> None:
 def replay(engine: Engine, prompt: Sequence[int], completion: Completion) -> tuple[float, ...]:
     """Raw log-probs of the tokens.
 
-    A token's logits come from its own version's weights over the KV as it was then. Before the last change of version
-    the KV may have been another version's and been recomputed since; each token is replayed over KV of `kv_at`.
+    A token's logits come from its own version's weights over the KV as it was then: that of `kv_versions`, or of the
+    epoch of `kv_history` that the token belongs to.
     """
     tokens = [*prompt, *completion.token_ids]
     logprobs = []
     for at, token in enumerate(completion.token_ids):
         version = _version_at(completion.versions, at)
         position = len(prompt) + at - 1
-        kv = [_kv_version(completion, index, version, position) for index in range(position + 1)]
+        spans = next((epoch.kv_versions for epoch in completion.kv_history if at < epoch.end), completion.kv_versions)
+        kv = [*(_version_at(spans, index) for index in range(position)), version]
         logprobs.append(_logprob(engine, tokens[: position + 1], kv, version, token))
     return tuple(logprobs)
-
-
-def _kv_version(completion: Completion, index: int, version: int, position: int) -> int:
-    """Which version had computed the KV of `index` when the token at `position` + 1 was drawn by `version`."""
-    recorded = _version_at(completion.kv_versions, index)
-    if index == position:
-        return version
-    # KV newer than the token was recomputed after it: when the token was drawn, the KV was its own version's.
-    return recorded if recorded <= version else version
 
 
 def _version_at(spans: Sequence[VersionSpan], index: int) -> int:
