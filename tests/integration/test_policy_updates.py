@@ -323,3 +323,23 @@ def test_untied_head_is_an_own_tensor() -> None:
     engine.install(weights)
     engine.step()
     assert engine._parts.guard.weights_of(1).head.data_ptr() == weights["lm_head.weight"].data_ptr()
+
+
+def test_kv_that_was_computed_again_is_on_record() -> None:
+    """V3: a carried request that is preempted gets its KV anew under the new version; what its earlier tokens were
+    drawn over is recorded, and they replay from that."""
+    engine = tiny_engine(cache={"num_tokens": 40, "block_size_tokens": 1, "prefix_caching": False})
+    long = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
+    engine.submit(GenerateRequest("older", tuple(range(20, 26)), long))
+    engine.submit(GenerateRequest("younger", tuple(range(30, 36)), long, on_update=OnUpdate.CARRY))
+    for _ in range(6):
+        engine.step()
+    engine.install(tiny_weights(engine.spec, 1))
+    done = drain(engine)
+    (younger,) = done["younger"].completions
+    assert engine.stats().num_preemptions > 0
+    (epoch,) = younger.kv_history
+    assert {span.version for span in epoch.kv_versions} == {0, 1} and 0 < epoch.end < len(younger.token_ids)
+    assert [span.version for span in younger.kv_versions] == [1]
+    assert done["older"].completions[0].kv_history == ()
+    assert_replays(engine, done["younger"])
