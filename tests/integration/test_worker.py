@@ -54,6 +54,8 @@ from unison.ipc.types import (
     VersionSpan,
 )  # fmt: skip
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=5, ignore_eos=True)
 

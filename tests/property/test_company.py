@@ -98,6 +98,7 @@ ARGUMENTS = {
 
 @settings(max_examples=25, deadline=None)
 @given(**ARGUMENTS)
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_company(
     wanted: list[GenerateRequest], delays: list[int], config: dict[str, Any]
 ) -> None:

@@ -38,6 +38,7 @@ def test_bad_configurations_name_the_key(arguments: tuple[str, ...], says: str) 
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_dry_run_prints_what_would_be(tmp_path: Path) -> None:
     """P50: the resolved configuration and the memory plan; later sources win; secrets aren't shown."""
     write_tiny_directory(tmp_path / "m")
@@ -73,6 +74,7 @@ def test_a_value_is_no_section() -> None:
         put(values, "model.y", 1)
 
 
+@pytest.mark.slow
 def test_the_url_of_a_run_that_is_not_there(tmp_path: Path) -> None:
     ended = serve("status", str(tmp_path), "--once")
     assert ended.returncode == 70 and "no worker in" in ended.stderr

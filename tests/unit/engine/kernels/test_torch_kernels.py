@@ -77,6 +77,7 @@ def test_linear_can_be_left_to_torch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_native_code_can_be_turned_off() -> None:
     """P50: the switch does what it says, an unknown value is named, and asking for native code then is an error."""
     program = (
