@@ -6,7 +6,7 @@ answered by `Scheduler.apply`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,3 +114,14 @@ class StepResult:
 
     batches: tuple[BatchResult, ...]
     """One per sub-batch of the plan."""
+
+
+def by_version(chunks: Iterable[Chunk]) -> tuple[SubBatch, ...]:
+    """Group chunks into one forward pass per version; decodes first, each part in order of arrival."""
+    by_version: dict[int, tuple[list[Chunk], list[Chunk]]] = {}
+    for chunk in chunks:
+        version = chunk.sequence.request.version
+        assert version is not None
+        decodes, prefills = by_version.setdefault(version, ([], []))
+        (decodes if chunk.end - chunk.first == 1 and chunk.reaches_end else prefills).append(chunk)
+    return tuple(SubBatch(version, tuple(d), tuple(p)) for version, (d, p) in sorted(by_version.items()))

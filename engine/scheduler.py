@@ -21,7 +21,7 @@ from .cache.strategy import BlockCopy, RequestCache
 from .config import SchedulerConfig
 from .guard import Flip, PolicyVersionGuard
 from .outcome import StepEvents, absorb
-from .plan import Chunk, StepPlan, StepResult, SubBatch
+from .plan import Chunk, StepPlan, StepResult, by_version
 from .request import Request, Sequence, SequenceStatus
 
 _ADMISSION_LOOKAHEAD = 64
@@ -59,6 +59,7 @@ class Scheduler:
         self._events = StepEvents()
         self._copies: list[BlockCopy] = []
         self._reserved_rows = 0
+        self._has_stale = False
         self.num_preemptions = 0
 
     # ---- what the outside asks -------------------------------------------------------------------------------------
@@ -127,9 +128,8 @@ class Scheduler:
                 self.abort(request.request_id, ErrorReason.POLICY_UPDATED)
                 continue
             if request.spec.on_update is OnUpdate.RECOMPUTE:
-                for seq in request.sequences:
-                    if seq.status is SequenceStatus.RUNNING:
-                        self._preempt(seq)
+                self._has_stale = True
+                continue
             self._move_pin(request, flip.new.ordinal)
 
     def forget_version(self, ordinal: int) -> None:
@@ -150,13 +150,34 @@ class Scheduler:
         """What to run now; empty when nothing can. Extends KV for exactly the positions it names."""
         self._copies = []
         self._reserved_rows = 0
+        self._renew()
         chunks: list[Chunk] = []
         budget = self._config.max_step_tokens - self._plan_decodes(chunks)
         budget = self._plan_prefills(chunks, budget)
         # A later extension may have preempted a sequence that was planned before it; admission may start it anew.
         chunks = _still_running(chunks)
         self._admit(chunks, budget)
-        return StepPlan(_by_version(_still_running(chunks)), tuple(self._copies))
+        return StepPlan(by_version(_still_running(chunks)), tuple(self._copies))
+
+    def _renew(self) -> None:
+        """Requests under `recompute` move to the live version, oldest first: at least one, and no more than a prefill
+        chunk's tokens per step, so that the others go on under the old version until it is their turn."""
+        if not self._has_stale:
+            return
+        live, budget = self._guard.live.ordinal, self._config.prefill_chunk_tokens
+        for request in self._requests.values():
+            if request.spec.on_update is not OnUpdate.RECOMPUTE or request.spec.pin_version is not None:
+                continue
+            if not request.has_started or request.version == live:
+                continue
+            if budget <= 0:
+                return
+            for seq in request.sequences:
+                if seq.status is SequenceStatus.RUNNING:
+                    budget -= seq.num_tokens
+                    self._preempt(seq)
+            self._move_pin(request, live)
+        self._has_stale = False
 
     def _plan_decodes(self, chunks: list[Chunk]) -> int:
         """One token for each running sequence that is through its prompt; returns the tokens used."""
@@ -404,17 +425,6 @@ class Scheduler:
 
 def _still_running(chunks: Iterable[Chunk]) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
-
-
-def _by_version(chunks: Iterable[Chunk]) -> tuple[SubBatch, ...]:
-    """Group chunks into one forward pass per version; decodes first, each part in order of arrival."""
-    by_version: dict[int, tuple[list[Chunk], list[Chunk]]] = {}
-    for chunk in chunks:
-        version = chunk.sequence.request.version
-        assert version is not None
-        decodes, prefills = by_version.setdefault(version, ([], []))
-        (decodes if chunk.end - chunk.first == 1 and chunk.reaches_end else prefills).append(chunk)
-    return tuple(SubBatch(version, tuple(d), tuple(p)) for version, (d, p) in sorted(by_version.items()))
 
 
 def _require(holds: Hashable, message: str) -> None:

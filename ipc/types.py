@@ -63,7 +63,8 @@ class OnUpdate(str, Enum):
     CARRY = "carry"
     """Keep the KV and go on under the new weights; the version spans show it."""
     RECOMPUTE = "recompute"
-    """Compute the KV again under the new weights, keep the tokens, go on."""
+    """Compute the KV again under the new weights, keep the tokens, go on. Requests take turns, a share of a step each,
+    and go on under the old version until then."""
     ABORT = "abort"
     """End with what there is, reason `policy_updated`."""
 
