@@ -118,10 +118,10 @@ class StepResult:
 
 def by_version(chunks: Iterable[Chunk]) -> tuple[SubBatch, ...]:
     """Group chunks into one forward pass per version; decodes first, each part in order of arrival."""
-    by_version: dict[int, tuple[list[Chunk], list[Chunk]]] = {}
+    parts: dict[int, tuple[list[Chunk], list[Chunk]]] = {}
     for chunk in chunks:
         version = chunk.sequence.request.version
         assert version is not None
-        decodes, prefills = by_version.setdefault(version, ([], []))
+        decodes, prefills = parts.setdefault(version, ([], []))
         (decodes if chunk.end - chunk.first == 1 and chunk.reaches_end else prefills).append(chunk)
-    return tuple(SubBatch(version, tuple(d), tuple(p)) for version, (d, p) in sorted(by_version.items()))
+    return tuple(SubBatch(version, tuple(d), tuple(p)) for version, (d, p) in sorted(parts.items()))
