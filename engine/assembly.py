@@ -37,6 +37,19 @@ from .validation import Limits
 
 
 @dataclass(frozen=True, eq=False)
+class ForwardParts:
+    """What computes a forward pass; the engine and a trainer of the same configuration have the same, so they give the
+    same bits."""
+
+    kernels: Kernels
+    """The arithmetic."""
+    attention: AttentionBackend
+    """How it attends."""
+    decoder: Decoder
+    """The model definition."""
+
+
+@dataclass(frozen=True, eq=False)
 class EngineParts:
     """Everything an engine is made of; each part says itself what it owns."""
 
@@ -64,6 +77,19 @@ class EngineParts:
     """The KV tensors."""
 
 
+def forward_parts(spec: ModelSpec, config: EngineConfig) -> ForwardParts:
+    """Kernels, attention and decoder for one model on one device.
+
+    Raises:
+        ConfigError: the machine can't do what is asked for.
+    """
+    device, runtime = torch.device(config.device), config.runtime
+    kernels = _kernels(config, device)
+    split = split_tokens_for(spec.max_position_embeddings, config.attention.max_kv_splits)
+    attention = select_attention(device, runtime.kernels, runtime.exact, split, config.attention.query_tile_rows)
+    return ForwardParts(kernels, attention, Decoder(spec, kernels, device))
+
+
 def assemble(
     spec: ModelSpec, weights: Mapping[str, Tensor], config: EngineConfig, ordinals: tuple[int, int]
 ) -> EngineParts:
@@ -79,11 +105,8 @@ def assemble(
     version = PolicyVersion(ordinals[0], layout.manifest(weights).digest)
     versions = config.versions
     guard = PolicyVersionGuard(version, bound, versions.max_installed, versions.lock_timeout_s, ordinals[1])
-    kernels = _kernels(config, device)
-    runtime = config.runtime
-    split = split_tokens_for(spec.max_position_embeddings, config.attention.max_kv_splits)
-    attention = select_attention(device, runtime.kernels, runtime.exact, split, config.attention.query_tile_rows)
-    decoder = Decoder(spec, kernels, device)
+    forward = forward_parts(spec, config)
+    kernels, attention, decoder = forward.kernels, forward.attention, forward.decoder
     exactness = check_exactness(decoder, bound, attention)
 
     max_len = _max_len(config, spec)
@@ -97,7 +120,7 @@ def assemble(
     sampler = Sampler(spec.vocab_size, kernels, device)
     window = config.sampling.penalty_window_tokens
     executor = Executor(decoder, attention, sampler, buffer, caches, workspace, window, guard.weights_of)
-    if device.type == "cuda" and runtime.cuda_graphs:
+    if device.type == "cuda" and config.runtime.cuda_graphs:
         executor.capture_decodes()
     metrics = EngineMetrics(config.metrics.recent_requests)
     scheduler = Scheduler(config.scheduler, caches, guard, config.cache.prefix_caching, limits.max_len)

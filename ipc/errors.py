@@ -22,6 +22,10 @@
     ├── ArenaError               the weight arena refused: a buffer in use, another layout, a foreign device
     ├── RingCorruptedError       a shared-memory ring holds what no producer of ours writes
     ├── ProcessFailedError       a child process didn't start, or died too often; carries its story
+    ├── RewardError              reward functions failed on a group; `reason` says how
+    ├── RolloutFailedError       rollouts failed, so a batch can't be trained; carries indices and reasons
+    ├── TrainingError            a training step can't be taken: gradients that aren't finite, a mismatch, no signal
+    ├── CheckpointError          a checkpoint can't be written, or isn't what its digests say
     ├── DeadlineError            a wait ran out; says what it waited for
     └── InvariantError           Unison's own fault: a promise is broken; never caught below a process's outermost loop
 
@@ -152,6 +156,30 @@ class ProcessFailedError(UnisonError):
     """A child process didn't start, or died more often than allowed. The text carries the end of its log."""
 
 
+class RewardError(UnisonError):
+    """Reward functions failed on a group; it is rejected, never scored 0. `reason` is one of the rejection reasons."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RolloutFailedError(UnisonError):
+    """Rollouts of a batch failed, and it isn't trained (S28). `failures` maps order ids to reasons."""
+
+    def __init__(self, message: str, failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+class TrainingError(UnisonError):
+    """A training step can't be taken; nothing has advanced."""
+
+
+class CheckpointError(UnisonError):
+    """A checkpoint can't be written, or isn't what its digests say."""
+
+
 class DeadlineError(UnisonError, TimeoutError):
     """A wait ran out (P2). The text says what was waited for and how long."""
 
@@ -195,6 +223,10 @@ ERROR_CODES: dict[type[UnisonError], ErrorCode] = {
     ArenaError: ErrorCode("arena_refused", 409, False),
     RingCorruptedError: ErrorCode("ring_corrupted", 500, False),
     ProcessFailedError: ErrorCode("process_failed", 503, False),
+    RewardError: ErrorCode("reward_failed", 500, False),
+    RolloutFailedError: ErrorCode("rollout_failed", 500, False),
+    TrainingError: ErrorCode("training_failed", 500, False),
+    CheckpointError: ErrorCode("checkpoint_error", 500, False),
     DeadlineError: ErrorCode("deadline_exceeded", 408, True),
     InvariantError: ErrorCode("internal_error", 500, False),
 }

@@ -83,12 +83,15 @@ def print_plan(config: ServeConfig) -> None:
     """The resolved configuration as JSON, secrets left out, and what memory it takes."""
     from .plan import MemoryPlan
 
-    values = config.to_dict()
-    for name in SECRETS:
-        if values["network"][name]:
-            values["network"][name] = "(set)"
+    values = without_secrets(config.to_dict())
     plan = MemoryPlan.of(config)
     click.echo(json.dumps({"configuration": values, "memory": vars(plan)}, indent=2))
+
+
+def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    """A ServeConfig's values with every key that is set replaced by a word."""
+    shown = {name: "(set)" for name in SECRETS if values["network"][name]}
+    return values | {"network": values["network"] | shown}
 
 
 @serve.command()
@@ -102,10 +105,10 @@ def status(run_dir: Path, once: bool, interval_s: float) -> None:
     show(run_dir, once, interval_s)
 
 
-def main() -> None:
-    """Run the command line; exit with 78 for a configuration that can't be, 70 for a fault."""
+def run_command(command: click.Command, name: str) -> None:
+    """Run a command line to its end: exit code 78 for a configuration that can't be, 70 for a fault."""
     try:
-        serve.main(standalone_mode=False, prog_name=os.environ.get("UNISON_PROG", "serve"))
+        command.main(standalone_mode=False, prog_name=name)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
@@ -114,8 +117,13 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except UnisonError as error:
-        click.echo(f"serve: {error}", err=True)
+        click.echo(f"{command.name}: {error}", err=True)
         sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAULT)
+
+
+def main() -> None:
+    """Run bin/serve's command line."""
+    run_command(serve, os.environ.get("UNISON_PROG", "serve"))
 
 
 if __name__ == "__main__":

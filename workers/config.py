@@ -26,6 +26,8 @@ class WorkerConfig(Checked):
 
     num_buffers: int = bounded(2, 2, 3)
     """Weight buffers of the arena: the live version, the next one, and perhaps one more that is pinned."""
+    first_ordinal: int = bounded(0, 0, 2**62)
+    """Policy version that the directory's weights are; above 0 where a run goes on from a checkpoint."""
     endpoint: str = bounded("")
     """`tcp://HOST:PORT` to listen beyond this machine (with CURVE); empty: a socket in the run directory."""
     max_queued_requests: int = bounded(10_000, 1, 1_000_000)

@@ -26,14 +26,15 @@ from typing import Any
 
 from ..ipc.errors import DeadlineError, ProcessFailedError
 
-EXIT_OK, EXIT_FAULT, EXIT_CONFIG, EXIT_ORPHAN = 0, 70, 78, 71
+EXIT_OK, EXIT_FAULT, EXIT_CONFIG, EXIT_ORPHAN, EXIT_INTERRUPTED = 0, 70, 78, 71, 75
 """0: ended as told · 70: a fault of ours (EX_SOFTWARE) · 78: it can't be run as configured (EX_CONFIG) · 71: its parent
-was gone before it had started (EX_OSERR)."""
+was gone before it had started (EX_OSERR) · 75: ended before its work was done, as told, and can go on later
+(EX_TEMPFAIL)."""
 
 CONTROL_FD, PARENT_PID = "UNISON_CONTROL_FD", "UNISON_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE_BYTES = 1 << 18
-_MAX_FDS = 16
+_MAX_FDS = 64
 _LOG_TAIL_BYTES = 4000
 
 
@@ -171,9 +172,7 @@ class Parent:
         """
         if CONTROL_FD not in os.environ:
             raise ProcessFailedError("this module is started by bin/serve; it can't be run by hand")
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != int(os.environ.pop(PARENT_PID)):
-            sys.exit(EXIT_ORPHAN)
+        die_with_parent(int(os.environ.pop(PARENT_PID)))
         control = socket.socket(fileno=int(os.environ.pop(CONTROL_FD)))
         os.set_inheritable(control.fileno(), False)
         readable, _, _ = select.select([control], [], [], 30)
@@ -190,3 +189,10 @@ class Parent:
             socket.send_fds(self.control, [json.dumps({"kind": kind, **values}).encode()], list(fds))
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             pass
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; ends it at once where that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit(EXIT_ORPHAN)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from .config import SupervisorConfig
@@ -22,6 +22,8 @@ class Verdict(Enum):
     """Nothing."""
     RESTART = "restart"
     """It has ended, or was ended; start it again."""
+    DONE = "done"
+    """It has ended by itself, its work done."""
     GIVE_UP = "give_up"
     """It ended once more than allowed, or said that it can't be run as configured."""
 
@@ -29,15 +31,21 @@ class Verdict(Enum):
 class Service:
     """Life: started → ready → (ended → started)* → stopped. One thread."""
 
-    def __init__(self, name: str, config: SupervisorConfig, spawn: Callable[[], Child]) -> None:
+    def __init__(
+        self, name: str, config: SupervisorConfig, spawn: Callable[[], Child], done_codes: Iterable[int] = ()
+    ) -> None:
+        """`done_codes`: exit codes that say that its work is done; a service without any never ends by itself."""
         self.name = name
         self.child: Child | None = None
         self.is_ready = False
         self.failure = ""
         """What it said about why it can't be run."""
         self.num_starts = 0
+        self.exit_code: int | None = None
+        """Of the last incarnation that ended."""
         self._config = config
         self._spawn = spawn
+        self._done_codes = frozenset(done_codes)
         self._ends_s: deque[float] = deque()
         self._stopped_since_s: float | None = None
 
@@ -78,6 +86,9 @@ class Service:
         was_configured = not self.failure
         self.child, self.is_ready = None, False
         child.close()
+        self.exit_code = child.popen.returncode
+        if self.exit_code in self._done_codes:
+            return Verdict.DONE, ""
         while self._ends_s and self._ends_s[0] < now_s - self._config.restart_window_s:
             self._ends_s.popleft()
         self._ends_s.append(now_s)

@@ -33,7 +33,7 @@ from ..ipc.memory import FdServer
 from ..ipc.types import SamplingParams
 from .config import ServeConfig
 from .janitor import remove_volatile
-from .process import Child
+from .process import Child, Report
 from .service import Service, Verdict
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class Supervisor:
         self._janitor = self._start_janitor()
         self._worker = Service("worker", config.supervisor, self._spawn_worker)
         self._server = Service("server", config.supervisor, self._spawn_server)
+        self._services = [self._worker, self._server]
+        """In the order of their start; they are stopped in the opposite one."""
         self._write_state("starting")
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -94,9 +96,9 @@ class Supervisor:
         signal.set_wakeup_fd(wakened.fileno(), warn_on_full_buffer=False)
         try:
             self._worker.start()
-            while not self._signals:
+            while not self._is_over():
                 self._turn(wake)
-            log.info("stopping", extra={"signal": signal.Signals(self._signals[0]).name})
+            log.info("stopping", extra={"signals": [signal.Signals(number).name for number in self._signals]})
         finally:
             self._stop()
             signal.set_wakeup_fd(-1)
@@ -109,19 +111,27 @@ class Supervisor:
         self._sleep(wake)
         self._fds.serve_one()
         self._tend_janitor()
-        self._tend(self._worker)
-        if self._config.network.is_enabled and self._worker.is_ready and self._server.num_starts == 0:
-            self._server.start()
-        self._tend(self._server)
+        for service in self._services:
+            self._tend(service)
+        self._start_due()
         is_ready = self._worker.is_ready and (self._server.is_ready or not self._config.network.is_enabled)
         if is_ready and not self._was_ready:
             self._was_ready = True
             self._on_ready(self._write_state("ready"))
 
+    def _is_over(self) -> bool:
+        """Whether the run ends now."""
+        return bool(self._signals)
+
+    def _start_due(self) -> None:
+        """Start for the first time what waits for another service."""
+        if self._config.network.is_enabled and self._worker.is_ready and self._server.num_starts == 0:
+            self._server.start()
+
     def _sleep(self, wake: socket.socket) -> None:
         """Until something happens, at most `WATCH_S`."""
         poller = select.poll()
-        children = [service.child for service in (self._worker, self._server) if service.child is not None]
+        children = [service.child for service in self._services if service.child is not None]
         sources = [wake.fileno(), self._fds.fileno()]
         sources += [fd for child in children for fd in (child.control.fileno(), child.pidfd)]
         for source in sources:
@@ -135,10 +145,7 @@ class Supervisor:
     def _tend(self, service: Service) -> None:
         """Hear a service's reports, examine it, start it again where that is due."""
         for report in service.take_reports():
-            if report.kind == "ready" and service is self._worker:
-                self._keep_arena(report.fds, report.values.pop("arena"))
-                self._probe()
-                log.info("worker ready", extra=report.values)
+            self._hear(service, report)
         verdict, story = service.examine(monotonic())
         if verdict is Verdict.GIVE_UP:
             self._write_state("failed")
@@ -146,6 +153,13 @@ class Supervisor:
         if verdict is Verdict.RESTART:
             log.error("process restarted", extra={"service": service.name, "story": story})
             service.start()
+
+    def _hear(self, service: Service, report: Report) -> None:
+        """Act on one report of a child."""
+        if report.kind == "ready" and service is self._worker:
+            self._keep_arena(report.fds, report.values.pop("arena"))
+            self._probe()
+            log.info("worker ready", extra=report.values)
 
     def _keep_arena(self, fds: tuple[int, ...], description: str) -> None:
         """The newest worker's arena is the run's: the same memory on CPU, a new header in front of a GPU's."""
@@ -175,7 +189,7 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signals.append(number)
         if len(self._signals) > 1:  # asked twice: don't drain
-            for service in (self._server, self._worker):
+            for service in self._services:
                 if service.child is not None:
                     service.child.kill()
 
@@ -185,7 +199,7 @@ class Supervisor:
         """Server first, so that what it has accepted is finished; then the worker; then what lies around."""
         drain_s = self._config.supervisor.drain_s
         until_s = monotonic() + drain_s
-        for service in (self._server, self._worker):
+        for service in reversed(self._services):
             how = service.stop(max(0.0, until_s - monotonic()) + 5.0)
             log.info("process stopped", extra={"service": service.name, "how": how})
         self._fds.close()
@@ -230,7 +244,7 @@ class Supervisor:
         assert self._janitor.stdin is not None
         self._janitor.stdin.close()
         self._janitor = self._start_janitor()
-        for service in (self._worker, self._server):
+        for service in self._services:
             if service.child is not None:
                 self._tell_janitor(f"+{service.child.pid}")
 

@@ -12,9 +12,11 @@ SmolLM3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..kernels import Kernels, differentiable
 from .layout import DecoderWeights, LayerWeights
@@ -34,8 +36,11 @@ class Decoder:
             cos, sin = spec.rope.table(spec.max_position_embeddings)
             self._cos, self._sin = cos.to(device), sin.to(device)
 
-    def forward(self, weights: DecoderWeights, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden] after the final norm.
+    def forward(
+        self, weights: DecoderWeights, token_ids_T: Tensor, positions_T: Tensor, attend: Attend,
+        is_checkpointed: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [T, hidden] after the final norm; `is_checkpointed` trades a second forward for memory.
 
         Shapes: token ids and positions int64 [T].
         """
@@ -45,18 +50,28 @@ class Decoder:
         hidden = differentiable.rms_norm(kernels, residual, weights.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            branch = self._attention(index, layer, hidden, cos, sin, attend)
-            residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps)
-            gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias)
-            branch = differentiable.linear(
-                kernels, differentiable.silu_mul(kernels, gate_up), layer.down, layer.down_bias
-            )
-            residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps)
+            run = partial(self._layer, index, layer, next_norm, cos, sin, attend)
+            if is_checkpointed:
+                residual, hidden = checkpoint(run, residual, hidden, use_reentrant=False)
+            else:
+                residual, hidden = run(residual, hidden)
         return hidden
 
     def logits(self, weights: DecoderWeights, hidden_RH: Tensor) -> Tensor:
         """Logits of the next token, float32 [R, V]."""
         return differentiable.logits(self.kernels, hidden_RH, weights.head)
+
+    def _layer(
+        self, index: int, layer: LayerWeights, next_norm: Tensor, cos: Tensor, sin: Tensor, attend: Attend,
+        residual: Tensor, hidden: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One layer, and the norm that the next one begins with: (residual, hidden)."""
+        kernels, eps = self.kernels, self.spec.rms_norm_eps
+        branch = self._attention(index, layer, hidden, cos, sin, attend)
+        residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps)
+        gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias)
+        branch = differentiable.linear(kernels, differentiable.silu_mul(kernels, gate_up), layer.down, layer.down_bias)
+        return differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps)
 
     def _attention(
         self, index: int, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend

@@ -29,6 +29,7 @@ from ..client import Client
 from ..errors import ArenaError, UnisonError
 from ..memory import fetch_fds
 from ..messages import WeightsLive
+from ..types import PolicyVersion
 from .arena import WeightArena
 
 
@@ -58,6 +59,7 @@ class WeightPublisher:
         self._client = client
         self._deadline_s = deadline_s
         self._epoch = client.worker.epoch
+        self._held: int | None = None
         self.arena = attach_arena(client.run_dir, deadline_s)
 
     @contextmanager
@@ -103,6 +105,27 @@ class WeightPublisher:
         assert update.live is not None
         return update.live
 
+    def read_live(self) -> tuple[PolicyVersion, dict[str, Tensor]]:
+        """The live version and its tensors, read-only, where the engine reads them (aliases included).
+
+        They are held: nobody writes them before the next `read_live`, or before this process ends (V2).
+        """
+        while True:
+            buffer = self.arena.header.live_buffer
+            if buffer is None:
+                raise ArenaError("no version is live in the arena")
+            self.arena.hold(buffer)
+            if self.arena.header.live_buffer == buffer:
+                break
+            if buffer != self._held:
+                self.arena.let_go(buffer)
+        if self._held not in (None, buffer):
+            self.arena.let_go(self._held)
+        self._held = buffer
+        version = self.arena.record(buffer).version
+        assert version is not None
+        return version, self.arena.tensors(self.arena.flat(buffer))
+
     def close(self) -> None:
         """Unmap the arena."""
         self.arena.close()
@@ -118,6 +141,7 @@ class WeightPublisher:
         epoch = self._client.worker.epoch
         if epoch != self._epoch and self.arena.buffers.describe():
             self.arena.close()
+            self._held = None
             self.arena = attach_arena(self._client.run_dir, self._deadline_s)
         self._epoch = epoch
 

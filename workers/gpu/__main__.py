@@ -103,7 +103,8 @@ def _weights(parent: Parent, config: ServeConfig, layout: WeightLayout) -> tuple
 
     directory, num_buffers, device = Path(config.model), config.worker.num_buffers, config.engine.device
     if "arena" not in parent.fds:
-        return fill_arena(directory, layout, config.name, num_buffers, device), 0
+        ordinal = config.worker.first_ordinal
+        return fill_arena(directory, layout, config.name, num_buffers, device, ordinal), ordinal
     if device.startswith("cpu"):
         arena, version = adopt_arena(parent.fds["arena"], layout, config.name)
     else:

@@ -37,9 +37,9 @@ def arena_layout(layout: WeightLayout, model: str) -> ArenaLayout:
 
 
 def fill_arena(
-    directory: Path, layout: WeightLayout, model: str, num_buffers: int, device: str = "cpu"
+    directory: Path, layout: WeightLayout, model: str, num_buffers: int, device: str = "cpu", ordinal: int = 0
 ) -> WeightArena:
-    """A new arena with the directory's weights live in buffer 0 as version 0."""
+    """A new arena with the directory's weights live in buffer 0 as version `ordinal`."""
     arena = WeightArena.create(arena_layout(layout, model), num_buffers, device)
     try:
         if torch.device(device).type == "cpu":
@@ -47,12 +47,12 @@ def fill_arena(
             writer = WeightArena.attach(os.dup(arena.fd))
             try:
                 load_into(directory, layout, writer.write(0))
-                writer.seal(0, 0)
+                writer.seal(0, ordinal)
             finally:
                 writer.close()
         else:
             load_into(directory, layout, arena.write(0))
-            arena.seal(0, 0)
+            arena.seal(0, ordinal)
         arena.hold(0)
         arena.set_live(0)
     except BaseException:

@@ -1,0 +1,138 @@
+"""Scorer: the process in which reward functions run, and its owner in the rollout worker.
+
+A reward function may hang, crash or print; here that costs a process and an attempt, and the rollout worker goes on
+generating. Requests and answers are lines of JSON over the process's standard input and output; what the functions
+print goes to the worker's log.
+
+Owns: the process, its deadline, the retries. Called by the rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...ipc.errors import RewardError, UnisonError
+from ..process import die_with_parent
+from .records import RawRollout, RewardScore
+from .rewards import score_group
+from .tasks import Task, load_task
+
+MAX_LINE_BYTES = 64 << 20
+START_S = 60.0
+"""Longest start of the process until the task is loaded there."""
+
+
+class Scorer:
+    """Scores groups, one after the other. Life: built → any number of `score` → `close`. One asyncio loop."""
+
+    def __init__(self, task: Sequence[str], timeout_s: float, attempts: int) -> None:
+        """`task` are the arguments of `load_task`; the task must have loaded in this process already."""
+        self._task = list(task)
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def score(self, raw: RawRollout, prompt_index: int) -> tuple[RewardScore, ...]:
+        """Rewards of one group.
+
+        Raises:
+            RewardError: the functions failed `attempts` times, or gave values that can't be.
+        """
+        request = {
+            "split": raw.split, "index": prompt_index, "texts": raw.texts,
+            "completion_ids": [completion.token_ids for completion in raw.completions],
+        }  # fmt: skip
+        line = json.dumps(request).encode() + b"\n"
+        async with self._turn:
+            for attempt in range(1, self._attempts + 1):
+                try:
+                    return await self._try(line)
+                except RewardError as error:
+                    if attempt == self._attempts or error.reason == "reward_invalid":
+                        raise RewardError(error.reason, f"{error} (attempt {attempt})") from error
+        raise RewardError("reward_error", "rollout.reward_attempts is 0")
+
+    async def _try(self, line: bytes) -> tuple[RewardScore, ...]:
+        process = self._process or await self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                process.stdin.write(line)
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+        except TimeoutError:
+            await self.close()
+            raise RewardError("reward_timeout", f"the reward functions took longer than {self._timeout_s} s") from None
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
+        except BaseException:
+            await self.close()  # its answer would be taken for the next one's
+            raise
+        if not answer.endswith(b"\n"):
+            await self.close()
+            raise RewardError("reward_crashed", f"the reward functions' process ended with {process.returncode}")
+        values = json.loads(answer)
+        if "reason" in values:
+            raise RewardError(values["reason"], values["message"])
+        return tuple(RewardScore(each["total"], each["parts"]) for each in values["scores"])
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "unison.workers.rollout.scorer", str(os.getpid()), *self._task,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
+        )  # fmt: skip
+        self._process = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_S):
+                ready = await process.stdout.readline()
+        except TimeoutError:
+            ready = b""
+        if ready != b"ready\n":
+            await self.close()
+            raise RewardError("reward_crashed", f"the reward functions' process didn't start within {START_S} s")
+        return process
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        # What it has written is read to its end, so that the pipe's transport is closed with it.
+        await process.communicate()
+
+
+def main() -> int:
+    """The process itself: load the task, then answer line by line until the input ends."""
+    die_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # prints of the functions must not be taken for answers
+    task = load_task(*sys.argv[2:])
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(task, json.loads(line))) + "\n")
+        answers.flush()
+    return 0
+
+
+def _answer(task: Task, request: dict[str, Any]) -> dict[str, Any]:
+    prompt = task.split(request["split"])[request["index"]]
+    try:
+        scores = asyncio.run(score_group(task.rewards, prompt, request["texts"], request["completion_ids"]))
+    except UnisonError as error:
+        return {"reason": getattr(error, "reason", "reward_error"), "message": str(error)}
+    return {"scores": [asdict(score) for score in scores]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
