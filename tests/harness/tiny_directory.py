@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .byte_tokenizer import VOCAB_SIZE as BYTES_VOCAB_SIZE
+from .byte_tokenizer import byte_tokenizer
 from .tiny_model import EOS, VOCAB_SIZE, tiny_spec, tiny_weights
 
 TINY_CONFIG: dict[str, Any] = {
@@ -27,3 +29,14 @@ def write_tiny_directory(directory: Path, seed: int = 0, dtype: torch.dtype = to
     save_file({name: view.clone() for name, view in weights.items() if name != "lm_head.weight"},
               directory / "model.safetensors")  # fmt: skip
     return weights
+
+
+def write_tiny_chat_directory(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+    """The same with a vocabulary for bytes, a tokenizer and a chat template: what training needs."""
+    vocab_size = -(-BYTES_VOCAB_SIZE // 8) * 8
+    weights = tiny_weights(tiny_spec(vocab_size=vocab_size), seed, dtype)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(TINY_CONFIG | {"vocab_size": vocab_size}))
+    save_file({name: view.clone() for name, view in weights.items() if name != "lm_head.weight"},
+              directory / "model.safetensors")  # fmt: skip
+    byte_tokenizer().save_pretrained(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...ipc.errors import ConfigError
 from ..cli import run_command
 from ..config import put, read_settings
 from ..logs import setup_logging
-from ..process import EXIT_INTERRUPTED
+from ..process import EXIT_INTERRUPTED, Report
 from .config import TrainConfig
 
 OPTIONS = {
@@ -111,8 +112,16 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def run(config: TrainConfig, keep_serving: bool = False) -> int:
-    """One run from start to end; returns the exit code.
+def _ignore(_: Any) -> None:
+    """Nobody else wants to know."""
+
+
+def run(
+    config: TrainConfig, keep_serving: bool = False, on_ready: Callable[[dict[str, Any]], None] = _ignore,
+    on_report: Callable[[Report], None] = _ignore,
+) -> int:  # fmt: skip
+    """One run from start to end, shown on the terminal; returns the exit code. `on_ready` and `on_report` are told what
+    the terminal is told.
 
     Raises:
         ConfigError, ProcessFailedError: it couldn't be started, or a process failed for good.
@@ -123,12 +132,17 @@ def run(config: TrainConfig, keep_serving: bool = False) -> int:
 
     display = ProgressDisplay()
 
-    def on_ready(run: dict[str, Any]) -> None:
+    def show_ready(run: dict[str, Any]) -> None:
         display.console.print(
             f"ready: {run['url'] or 'no HTTP'} model={run['model']} run_dir={run['run_dir']}", soft_wrap=True
         )
+        on_ready(run)
 
-    supervisor = TrainSupervisor(config, on_ready, display.on_report, keep_serving)
+    def show_report(report: Report) -> None:
+        display.on_report(report)
+        on_report(report)
+
+    supervisor = TrainSupervisor(config, show_ready, show_report, keep_serving)
     display.start()
     try:
         supervisor.run()

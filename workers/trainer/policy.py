@@ -24,6 +24,7 @@ from ...engine.kernels import Kernels, differentiable
 from ...engine.models.layout import DecoderWeights, LayerWeights, WeightLayout
 from ...engine.models.packed import PackedTokens, packed_hidden
 from ...engine.models.spec import ModelSpec
+from ...engine.runtime.filters import scaled
 
 Group = tuple[Sequence[int], Sequence[Sequence[int]]]
 """A prompt's token ids, and those of its completions."""
@@ -107,8 +108,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, hidden: Any, head: Any, targets: Any, temperature: float) -> Tensor:
         logits = kernels.logits(hidden, head)
-        if temperature != 1.0:
-            logits = logits / temperature
+        logits = _at_temperature(logits, temperature)
         out = kernels.row_logprobs(logits, targets)
         ctx.save_for_backward(hidden, head, targets, torch.softmax(logits, dim=-1).to(hidden.dtype))
         ctx.temperature = temperature
@@ -126,7 +126,12 @@ def _head_logprobs(kernels: Kernels, hidden: Tensor, head: Tensor, targets: Tens
     if torch.is_grad_enabled():
         return _HeadLogprobs.apply(kernels, hidden, head, targets, temperature)  # type: ignore[no-any-return]
     logits = differentiable.logits(kernels, hidden, head)
-    return kernels.row_logprobs(logits if temperature == 1.0 else logits / temperature, targets)
+    return kernels.row_logprobs(_at_temperature(logits, temperature), targets)
+
+
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """As the sampler scales them, to the bit."""
+    return logits if temperature == 1.0 else scaled(logits, torch.full((len(logits),), temperature))
 
 
 def _leaves(weights: DecoderWeights, gradients: DecoderWeights) -> DecoderWeights:

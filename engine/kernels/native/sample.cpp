@@ -65,9 +65,11 @@ UNISON_EXPORT void unison_sample_plain(const unison_sample_call* call) {
             log_sum = log_positive(total);
             token = pick(x, V, sums, u * total, weight);
         }
-        const double above = static_cast<double>(x[token]) - static_cast<double>(raw.max);
+        // The scaled logit in fp32, as a trainer has it that scales the whole row first.
+        const double above = temperature == 1.0f ? static_cast<double>(x[token]) - static_cast<double>(raw.max)
+                                                 : static_cast<double>((x[token] - raw.max) / temperature);
         call->tokens[row] = token;
-        call->logprobs[row] = static_cast<float>(above / static_cast<double>(temperature) - log_sum);
+        call->logprobs[row] = static_cast<float>(above - log_sum);
         call->raw_logprobs[row] = log_prob(x, V, token, raw);
         call->log_support_mass[row] = 0.0f;
     });
