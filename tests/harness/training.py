@@ -136,7 +136,8 @@ def assert_accounted(run_dir: Path, is_over: bool = True) -> dict[str, int]:
     """Every prompt has exactly one state, and the ledger adds up; returns the count by state."""
     ledger = Ledger(run_dir / LEDGER_FILE)
     try:
-        assert ledger.check() == []
+        problems = ledger.check()
+        assert not problems, problems
         counts = ledger.count_by_state()
     finally:
         ledger.close()

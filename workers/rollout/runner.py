@@ -91,7 +91,8 @@ class RolloutRunner:
         self._next_held_out = ledger.next_held_out_id
         self._reissue = deque(ledger.issued())
         self._num_rejected = 0
-        self._failures: dict[int, str] = {}
+        self._failures: dict[int, tuple[str, str]] = {}
+        """Reason and detail by order id, of what was rejected."""
         self._batch: list[RolloutResult] = []
         self._num_used = 0
         self._epoch = -1
@@ -194,6 +195,14 @@ class RolloutRunner:
             random.Random(f"{self._seed}-{epoch}").shuffle(self._shuffled)
         return self._shuffled[place]
 
+    def end_open(self, step: int) -> None:
+        """The run has reached its last step: what is open or waiting ends as dropped. A run that goes on from its
+        checkpoint, with more steps, has them open again."""
+        ids = [number for number, *_ in self._ledger.issued()]
+        self._ledger.end_orders({number: OrderEnd("dropped", "run_ended") for number in ids}, step + 1)
+        self._open.clear()
+        self._done.clear()
+
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, num_prompts: int, num_samples: int, ordinal: int) -> list[RolloutResult]:
@@ -216,12 +225,16 @@ class RolloutRunner:
             self._send(order)
         ids = [order.order_id for order in orders]
         self._await(lambda: all(order_id in self._done or order_id not in self._open for order_id in ids))
-        failed = {order_id: self._failures[order_id] for order_id in ids if order_id not in self._done}
+        failed = {order_id: self._failures[order_id][0] for order_id in ids if order_id not in self._done}
         results = [self._done.pop(order_id) for order_id in ids if order_id not in failed]
         if failed:
             ends = {each.order_id: OrderEnd("dropped", "evaluation_failed", result=each) for each in results}
             self._ledger.end_orders(ends, 0)
-            raise RolloutFailedError(f"{len(failed)} of {count} held-out rollouts came to nothing: {failed}", failed)
+            reason, detail = self._failures[next(iter(failed))]
+            raise RolloutFailedError(
+                f"{len(failed)} of {count} held-out rollouts came to nothing, and an evaluation with holes is none; the "
+                f"first one: {reason}: {detail}", failed,
+            )  # fmt: skip
         return results
 
     # ---- the rings ---------------------------------------------------------------------------------------------------
@@ -267,12 +280,12 @@ class RolloutRunner:
             self._num_rejected = 0
             self._done[message.order_id] = message
             return
-        self._failures[message.order_id] = message.reason
         detail = f"{message.message} (completions {list(message.indices)})" if message.indices else message.message
+        self._failures[message.order_id] = message.reason, detail
         self._ledger.end_orders({message.order_id: OrderEnd("rejected", message.reason, detail)}, 0)
         self._num_rejected += 1
         if self._num_rejected > self._limits.max_rejected:
-            last = dict(list(self._failures.items())[-self._num_rejected :])
+            last = {number: why for number, (why, _) in list(self._failures.items())[-self._num_rejected :]}
             raise RolloutFailedError(
                 f"{self._num_rejected} rollouts in a row came to nothing, rollout.max_rejected is "
                 f"{self._limits.max_rejected}; the last one: {message.reason}: {detail}", last,

@@ -19,6 +19,7 @@ from ...engine.models.spec import ModelSpec
 from ...ipc.arena.publisher import WeightPublisher
 from ...ipc.client import Client
 from ...ipc.client_config import ClientConfig
+from ...ipc.errors import CheckpointError
 from ...ipc.ring import Ring, RingReader, RingWriter
 from ..rollout.runner import RolloutRunner, RunnerLimits, WorkerLink
 from ..rollout.tasks import load_task
@@ -65,6 +66,11 @@ def assemble_loop(
         checkpoint = latest_checkpoint(run_dir)
         if checkpoint is not None:
             state = read_state(checkpoint)
+            if not ledger.knows(state.step, state.digest):
+                raise CheckpointError(
+                    f"{checkpoint} isn't of the run whose ledger lies beside it: no step {state.step} there made its "
+                    "weights; put the two together again, or begin a new run"
+                )
             optimizer.restore(read_optimizer(checkpoint), state.optimizer)
             step = state.step
             if version.digest != state.digest:

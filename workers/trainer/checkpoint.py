@@ -74,7 +74,9 @@ def write_checkpoint(
     Raises:
         CheckpointError: the disk is full, or can't be written.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415 - whoever only looks at checkpoints needs no torch
+    # Whoever only looks at checkpoints needs no torch.
+    from safetensors import SafetensorError  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
 
     folder = run_dir / FOLDER
     final = folder / f"{PREFIX}{state.step:08d}"
@@ -97,7 +99,7 @@ def write_checkpoint(
         temporary.rename(final)
         _sync(folder)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final} can't be written: {error}; free some room, the run goes on from there") from error
     for directory in checkpoints(run_dir)[:-keep]:

@@ -3,7 +3,8 @@
 Every order (one prompt, asked for once) is in exactly one state. `issued` is the only state that isn't an end:
 
     issued → trained      its group was part of a training step
-           → dropped      not trained for a reason that is no fault: stale, zero_variance, no_signal, truncated
+           → dropped      not trained for a reason that is no fault: stale, zero_variance, no_signal, truncated,
+                     evaluation_failed, run_ended
            → rejected     nothing came of it that could be trained on, with the reason
            → evaluated    a held-out prompt's group
 
@@ -196,6 +197,10 @@ class Ledger:
         """The same for held-out prompts."""
         return int(self._one("SELECT coalesce(max(order_id) + 1, ?) FROM orders WHERE order_id >= ?",
                              HELD_OUT_IDS, HELD_OUT_IDS))  # fmt: skip
+
+    def knows(self, step: int, digest: str) -> bool:
+        """Whether a version with these weights came of this step here."""
+        return bool(self._one("SELECT 1 FROM versions WHERE step = ? AND digest = ?", step, digest))
 
     def issued(self) -> list[tuple[int, int, str, int, int]]:
         """Orders of training prompts without an end: (order id, prompt index, prompt id, completions, seed), by id."""

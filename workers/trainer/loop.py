@@ -106,7 +106,10 @@ class TrainLoop:
             log.info("interrupted")
         if self._checkpointed_step != self.step:
             self.save()
-        return self.step >= config.steps
+        if self.step < config.steps:
+            return False
+        self._parts.runner.end_open(self.step)
+        return True
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 

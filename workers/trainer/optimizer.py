@@ -11,6 +11,7 @@ Source: Loshchilov and Hutter 2019 (AdamW), alg. 2.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -162,5 +163,7 @@ class PolicyOptimizer:
                     state = {moment: tensors[f"{moment}.{name}"].clone() for moment in MOMENTS}
                     steps = torch.tensor(float(scalars["schedule"]), device=parameter.device)
                     self._adamw.state[parameter] = {"step": steps, **state}
-        for _ in range(int(scalars["schedule"])):
-            self._schedule.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch misses the optimizer's own steps, which were taken before
+            for _ in range(int(scalars["schedule"])):
+                self._schedule.step()

@@ -1,0 +1,189 @@
+"""Signals to every process of a training run, and reward functions that fail: nothing is lost, nothing counted twice.
+
+One test per row of docs/failures.md, "Training".
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from harness.serving import is_running, wait_until
+from harness.tiny_directory import write_tiny_chat_directory
+from harness.training import FAST, TrainProcess, assert_accounted, children_gone, query, train, training, write_task
+
+pytestmark = pytest.mark.slow
+
+LONG = (*FAST, "--steps", "100000", "--set", "checkpoint.interval_steps=5")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_chat_directory(directory)
+    return directory
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    return write_task(tmp_path / "letters.py")
+
+
+def finish(process: TrainProcess, model: Path, more: int = 3) -> None:
+    """End the run, resume it for a few steps, and have it end by itself with everything accounted for."""
+    if process.popen.poll() is None:
+        assert process.interrupt() == 75, process.story
+    children_gone(process)
+    assert_accounted(process.run_dir)
+    last = process.steps()[-1]["step"]
+    train(process.run_dir, model, "", "--resume", "--steps", str(last + more))
+    counts = assert_accounted(process.run_dir)
+    assert counts["trained"] == 4 * (last + more)
+    assert "issued" not in counts
+    ordinals = query(process.run_dir, "SELECT ordinal, step FROM versions ORDER BY ordinal")
+    assert [ordinal for ordinal, _ in ordinals] == list(range(len(ordinals))), "ordinals go on, none is used twice"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_trainer(number: signal.Signals, mode: str, model: Path, task: str, tmp_path: Path) -> None:
+    """P28, P36: a new trainer goes on from the newest checkpoint; later steps are undone, their prompts drawn again."""
+    with training(tmp_path / "r", model, task, *LONG, "--mode", mode) as process:
+        process.wait_step(7)
+        old = process.pid_of("trainer")
+        os.kill(old, number)
+        wait_until(lambda: process.pids().get("trainer", old) != old, "a new trainer")
+        wait_until(lambda: query(process.run_dir, "SELECT count(*) FROM resumes") == [(1,)], "its resuming")
+        process.wait_step(12)
+        finish(process, model)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_rollout_worker(number: signal.Signals, model: Path, task: str, tmp_path: Path) -> None:
+    """P36: its successor gets the open orders again; no step is lost."""
+    with training(tmp_path / "r", model, task, *LONG, "--set", "rollout.num_workers=2") as process:
+        process.wait_step(3)
+        old = process.pid_of("rollout")
+        os.kill(old, number)
+        wait_until(lambda: not is_running(old), "the old worker's end")
+        process.wait_step(process.steps()[-1]["step"] + 5)
+        finish(process, model)
+    assert query(tmp_path / "r", "SELECT count(*) FROM resumes") == [(1,)], "only ours, after the interruption"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gpu_worker(mode: str, model: Path, task: str, tmp_path: Path) -> None:
+    """P10: the engine comes back on the live version; rollouts are sent again, publications too; no step is lost."""
+    with training(tmp_path / "r", model, task, *LONG, "--mode", mode) as process:
+        for _ in range(3):
+            process.wait_step(len(process.steps()) + 2)
+            old = process.worker_pid
+            os.kill(old, signal.SIGKILL)
+            wait_until(lambda: not is_running(old), "the old worker's end")  # noqa: B023 - used at once
+        process.wait_step(process.steps()[-1]["step"] + 5)
+        assert [row["version"] for row in process.steps()] == [row["step"] for row in process.steps()]
+        finish(process, model)
+
+
+def test_everything_at_once(model: Path, task: str, tmp_path: Path) -> None:
+    """P33, P34: a killed supervisor takes all children along and leaves no socket; --resume goes on."""
+    with training(tmp_path / "r", model, task, *LONG) as process:
+        process.wait_step(8)
+        pids = process.pids()
+        assert {"gpu", "rollout", "trainer"} <= pids.keys()
+        process.popen.kill()
+        process.popen.wait()
+        wait_until(lambda: not any(map(is_running, pids.values())), "the children's end")
+        children_gone(process)
+        train(process.run_dir, model, "", "--resume", "--steps", "12")
+    counts = assert_accounted(tmp_path / "r")
+    assert counts["trained"] == 48
+
+
+def test_a_second_interrupt_ends_at_once(model: Path, tmp_path: Path) -> None:
+    """Ctrl-C twice: no checkpoint is waited for; what the ledger has stays sound, and the run can be resumed."""
+    slow = "import time\ndef slow(completions, **_):\n    time.sleep(0.3)\n    return vowels(completions)\n"
+    task = write_task(tmp_path / "slow.py", "slow", slow)
+    with training(tmp_path / "r", model, task, *LONG) as process:
+        process.wait_step(1)
+        process.popen.send_signal(signal.SIGINT)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait_end() == 75, process.story
+        children_gone(process)
+        train(process.run_dir, model, "", "--resume", "--steps", "3")
+    assert assert_accounted(tmp_path / "r")["trained"] == 12
+
+
+BAD_REWARDS = {
+    "hangs": ("import time\n", "time.sleep(3600)", "reward_timeout"),
+    "crashes": ("import os\n", "os._exit(3)", "reward_crashed"),
+    "raises": ("", "raise KeyError('x')", "reward_error"),
+    "nan": ("", "return [float('nan')] * len(completions)", "reward_invalid"),
+    "length": ("", "return [1.0] * (len(completions) - 1)", "reward_invalid"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_REWARDS)
+def test_reward_functions_that_fail(kind: str, model: Path, tmp_path: Path) -> None:
+    """P18, P25, P36: a group whose scoring fails is rejected with its reason and replaced, never scored 0."""
+    first, action, reason = BAD_REWARDS[kind]
+    extra = first + f"def bad(completions, at, **_):\n    if at[0] % 4 == 1:\n        {action}\n    return vowels(completions)\n"
+    task = write_task(tmp_path / "bad.py", "bad", extra)
+    process = train(
+        tmp_path / "r", model, task, *FAST, "--steps", "3", "--set", "rollout.reward_timeout_s=0.5",
+        "--set", "rollout.reward_attempts=1", "--set", "task.num_eval_prompts=1",
+    )  # fmt: skip
+    rejected = query(process.run_dir, "SELECT prompt_index % 4, reason, detail FROM orders WHERE state = 'rejected'")
+    assert rejected and {(index, why) for index, why, _ in rejected} == {(1, reason)}
+    assert all(detail for _, _, detail in rejected)
+    assert assert_accounted(process.run_dir)["trained"] == 12
+
+
+def test_rewards_that_always_fail_end_the_run(model: Path, tmp_path: Path) -> None:
+    """S28: a batch that can't be had raises with order ids and reasons; no step was taken."""
+    task = write_task(tmp_path / "bad.py", "bad", "def bad(**_): raise RuntimeError('never')\n")
+    with training(
+        tmp_path / "r", model, task, *FAST, "--set", "rollout.max_rejected=5", "--set", "rollout.reward_attempts=1"
+    ) as process:
+        assert process.wait_end() == 70
+    assert "RolloutFailedError" in process.output and "never" in process.output
+    assert query(tmp_path / "r", "SELECT count(*) FROM steps") == [(0,)]
+
+
+def test_a_task_that_differs_between_processes(model: Path, tmp_path: Path) -> None:
+    """P40: prompts that aren't the same in every process are refused, not mixed up."""
+    task = write_task(tmp_path / "t.py")
+    text = (tmp_path / "t.py").read_text().replace('f"{split}-{at}"', 'f"{split}-{at}-{os.getpid()}"')
+    (tmp_path / "t.py").write_text("import os\n" + text)
+    with training(tmp_path / "r", model, task, *FAST) as process:
+        assert process.wait_end() == 70
+    assert "the task isn't the same" in process.output
+
+
+def test_a_checkpoint_that_cannot_be_written(model: Path, task: str, tmp_path: Path) -> None:
+    """P13: it ends the run with a clear reason; the one before is whole, and the run goes on from it."""
+    with training(tmp_path / "r", model, task, *FAST, "--steps", "100000") as process:
+        process.wait_step(3)
+        folder = tmp_path / "r" / "checkpoints"
+        blocked = folder / ".writing-step-00000040"
+        blocked.write_text("in the way")
+        assert process.wait_end() == 70
+    assert "CheckpointError" in process.output
+    blocked.unlink()
+    train(tmp_path / "r", model, "", "--resume", "--steps", "42")
+    assert assert_accounted(tmp_path / "r")["trained"] == 4 * 42
+
+
+def test_a_checkpoint_of_another_run_is_refused(model: Path, task: str, tmp_path: Path) -> None:
+    """P28: ledger and checkpoint must be of one history; nothing is trained otherwise."""
+    train(tmp_path / "a", model, task, *FAST, "--steps", "2")
+    train(tmp_path / "b", model, task, *FAST, "--steps", "2", "--seed", "1")
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    shutil.copytree(tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
+    with training(tmp_path / "a", model, "", "--resume", "--steps", "4") as process:
+        assert process.wait_end() == 70
+    assert "isn't of the run" in process.output
+    assert query(tmp_path / "a", "SELECT count(*) FROM steps") == [(2,)]
