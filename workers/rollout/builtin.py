@@ -19,6 +19,7 @@ _WORDS = (
     "hammer island jacket kettle ladder market needle orange pencil rabbit saddle tunnel velvet window"
 ).split()
 NUM_TRAIN, NUM_HELD_OUT = 4096, 256
+MAX_DIGITS = 9
 
 
 def answer_of(completion: Any) -> str:
@@ -48,13 +49,17 @@ def sorted_words(completions: Sequence[Any], answer: Sequence[str], **_: Any) ->
 
 
 def right_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 for the number alone; 0.2 where it stands in a longer answer; 0.05 for another number alone."""
+    """1 for the number alone; another number alone up to 0.4, by how close it is, so that wrong answers differ too; 0.1
+    where the number stands in a longer answer."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         text = answer_of(completion).rstrip(".")
-        is_number = text.lstrip("-").isdigit()
+        if text.isdigit() and len(text) <= MAX_DIGITS:
+            distance = abs(int(text) - int(wanted)) / max(10, int(wanted))
+            scores.append(1.0 if distance == 0 else 0.4 * max(0.0, 1.0 - distance))
+            continue
         numbers = "".join(char if char.isdigit() else " " for char in text).split()
-        scores.append(1.0 if text == wanted else 0.2 if wanted in numbers else 0.05 if is_number else 0.0)
+        scores.append(0.1 if wanted in numbers else 0.0)
     return scores
 
 

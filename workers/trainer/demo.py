@@ -25,7 +25,7 @@ from .curves import held_out_change
 SETTINGS: dict[str, Any] = {
     "steps": 120,
     "rollout": {"groups_per_step": 8, "group_size": 8, "max_tokens": 16, "zero_variance": "drop"},
-    "optimizer": {"learning_rate": 5e-5},
+    "optimizer": {"learning_rate": 3e-5},
     "evaluation": {"interval_steps": 20},
     "checkpoint": {"interval_steps": 0},
     "serve": {"engine": {"cache": {"num_tokens": 32768}}},
@@ -35,7 +35,7 @@ ANSWER_S = 30.0
 
 @click.command("demo", context_settings={"show_default": True})
 @click.option("--model", required=True, help="Hugging Face directory.")
-@click.option("--task", default="sort-words", help="Built-in task.")
+@click.option("--task", default="add-numbers", help="Built-in task.")
 @click.option("--steps", type=int, help="Training steps; 120 by default.")
 @click.option("--seed", default=0, help="Decides the order of prompts and every draw.")
 @click.option("--port", default=8000, help="The policy is served here while it is trained; 0 takes a free port.")
