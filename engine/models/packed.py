@@ -109,8 +109,8 @@ def packed_hidden(
         spread, gather = tokens.spread, tokens.gather
         if spread is None or gather is None:
             return attention.forward(q, k, v, tokens.descriptor, layers[index], None)
-        seen = [heads.index_select(0, spread) for heads in (q, k, v)]
-        return attention.forward(*seen, tokens.descriptor, layers[index], None).index_select(0, gather)
+        q, k, v = (heads.index_select(0, spread) for heads in (q, k, v))
+        return attention.forward(q, k, v, tokens.descriptor, layers[index], None).index_select(0, gather)
 
     return decoder.forward(weights, tokens.token_ids, tokens.positions, attend, is_checkpointed)
 

@@ -130,7 +130,8 @@ BAD_REWARDS = {
 def test_reward_functions_that_fail(kind: str, model: Path, tmp_path: Path) -> None:
     """P18, P25, P36: a group whose scoring fails is rejected with its reason and replaced, never scored 0."""
     first, action, reason = BAD_REWARDS[kind]
-    extra = first + f"def bad(completions, at, **_):\n    if at[0] % 4 == 1:\n        {action}\n    return vowels(completions)\n"
+    body = f"    if at[0] % 4 == 1:\n        {action}\n    return vowels(completions)\n"
+    extra = f"{first}def bad(completions, at, **_):\n{body}"
     task = write_task(tmp_path / "bad.py", "bad", extra)
     process = train(
         tmp_path / "r", model, task, *FAST, "--steps", "3", "--set", "rollout.reward_timeout_s=0.5",

@@ -90,12 +90,11 @@ def test_evaluations_are_pinned(finished: TrainProcess) -> None:
 
 def test_the_checkpoint_is_a_model_directory(finished: TrainProcess) -> None:
     """transformers loads it, and its weights are those of the last version."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from unison.engine.models.layout import WeightLayout
     from unison.engine.models.loader import load_into
     from unison.engine.models.spec import ModelSpec
-    import torch
 
     directory = sorted((finished.run_dir / "checkpoints").iterdir())[-1]
     loaded = AutoModelForCausalLM.from_pretrained(directory)

@@ -37,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert first == len(self.states)
         ids = range(first, first + count)
         self.ledger.issue([RolloutOrder(at, "me", "train", 0, "p", 2, at, None) for at in ids])
-        self.states |= {at: ("issued", 0) for at in ids}
+        self.states |= dict.fromkeys(ids, ("issued", 0))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), state=st.sampled_from(["dropped", "rejected"]))
@@ -56,14 +56,16 @@ class LedgerMachine(RuleBasedStateMachine):
         version = PolicyVersion(self.ordinal, f"d{self.ordinal}")
         ends = {at: OrderEnd("trained", result=result(at, [0.0, 1.0])) for at in chosen}
         self.ledger.commit_step(StepRecord(self.step, version, version, 2 * len(chosen), {}), ends)
-        self.states |= {at: ("trained", self.step) for at in chosen}
+        self.states |= dict.fromkeys(chosen, ("trained", self.step))
 
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
         target = data.draw(st.integers(0, self.step))
         assert self.ledger.rewind(target) == self.step - target
         self.step = target
-        self.states = {at: ("issued", 0) if step > target else (state, step) for at, (state, step) in self.states.items()}
+        for at, (_, step) in self.states.items():
+            if step > target:
+                self.states[at] = ("issued", 0)
 
     @rule()
     def reopen(self) -> None:

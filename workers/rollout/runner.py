@@ -4,9 +4,9 @@ It draws prompts in an order that follows from the seed and the cursor alone, re
 and keeps what comes back until it is asked for. A rollout worker that died announces its successor, which gets the
 open orders again; what comes twice, or from a dead trainer's time, is dropped here.
 
-How far it runs ahead: when the batch of step s (counted from 0) is asked for, at most s + 1 + η batches have been ordered
-in all, those that were lost not counted, so few samples are older than η versions when their turn comes. In synchronous
-use η = 0: a batch is ordered when it is asked for. Source: Fu et al. 2025
+How far it runs ahead: when the batch of step s (counted from 0) is asked for, at most s + 1 + η batches have been
+ordered in all, those that were lost not counted, so few samples are older than η versions when their turn comes. In
+synchronous use η = 0: a batch is ordered when it is asked for. Source: Fu et al. 2025
 (AReaL), sec. 5.1.
 
 Owns: open orders and results that nobody has taken. Writes to the ledger; knows nothing of losses. One thread.
@@ -232,8 +232,8 @@ class RolloutRunner:
             self._ledger.end_orders(ends, 0)
             reason, detail = self._failures[next(iter(failed))]
             raise RolloutFailedError(
-                f"{len(failed)} of {count} held-out rollouts came to nothing, and an evaluation with holes is none; the "
-                f"first one: {reason}: {detail}", failed,
+                f"{len(failed)} of {count} held-out rollouts came to nothing, and an evaluation with holes is none; "
+                f"the first one: {reason}: {detail}", failed,
             )  # fmt: skip
         return results
 
@@ -263,8 +263,8 @@ class RolloutRunner:
                 heard_s = monotonic()
             elif monotonic() - heard_s > self._limits.stall_s:
                 raise DeadlineError(
-                    f"no rollout came back within rollout.stall_s={self._limits.stall_s} s; {len(self._open)} are open: "
-                    "see worker.log and rollout-*.log in the run directory"
+                    f"no rollout came back within rollout.stall_s={self._limits.stall_s} s; {len(self._open)} are "
+                    "open: see worker.log and rollout-*.log in the run directory"
                 )
 
     def _take(self, number: int, message: RolloutResult | RolloutRejected | WorkerJoined) -> None:
@@ -315,7 +315,9 @@ def seed_of(seed: int, split: str, number: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}/{split}/{number}".encode()) >> 1
 
 
-def ends_of(results: Sequence[RolloutResult], state: str, advantages: Mapping[int, tuple[float, ...]]) -> dict[int, OrderEnd]:
+def ends_of(
+    results: Sequence[RolloutResult], state: str, advantages: Mapping[int, tuple[float, ...]]
+) -> dict[int, OrderEnd]:
     """The same end for all groups of a step."""
     return {
         each.order_id: OrderEnd(state, result=each, advantages=advantages.get(each.order_id, ())) for each in results

@@ -1,4 +1,5 @@
-"""Entry point of the trainer's process: client, arena, policy, ledger, rollouts, then the loop. Started by bin/train."""
+"""Entry point of the trainer's process: the loop and its parts, from configuration to exit code. Started by
+bin/train."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def _train(parent: Parent) -> int:
 
 
 def _beat(parent: Parent, is_over: threading.Event) -> None:
-    """A thread says that the process lives; a step may take long, and rollouts longer: `rollout.stall_s` bounds them."""
+    """A thread says that the process lives: a step may take long, and rollouts longer (`rollout.stall_s`)."""
     while not is_over.wait(BEAT_S):
         parent.report("beat")
 

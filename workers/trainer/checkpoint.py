@@ -101,7 +101,9 @@ def write_checkpoint(
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{final} can't be written: {error}; free some room, the run goes on from there") from error
+        raise CheckpointError(
+            f"{final} can't be written: {error}; make room, and go on from the one before with --resume"
+        ) from error
     for directory in checkpoints(run_dir)[:-keep]:
         shutil.rmtree(directory, ignore_errors=True)
     return final

@@ -235,7 +235,9 @@ class TrainConfig(Checked):
                 f"is {rollout.overlong_buffer_tokens}, above rollout.max_tokens={rollout.max_tokens}",
             )
         if self.algorithm.num_iterations > 1 and rollout.mode == "async":
-            raise ConfigError("algorithm.num_iterations", "is above 1; several steps on one batch need rollout.mode=sync")
+            raise ConfigError(
+                "algorithm.num_iterations", "is above 1; several steps on one batch need rollout.mode=sync"
+            )
         if rollout.group_size == 1 and self.algorithm.recipe.advantages != "batch_normalized":
             raise ConfigError(
                 "rollout.group_size",

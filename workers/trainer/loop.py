@@ -214,8 +214,10 @@ class TrainLoop:
         parts.metrics.write("step", self.step, metrics)
         self._base = self._read_live()
         if self._base != live.version:
-            raise TrainingError(f"version {live.version} was published and {self._base} is live: someone else publishes "
-                                "into this run, or has rolled it back")  # fmt: skip
+            raise TrainingError(
+                f"version {live.version} was published and {self._base} is live: someone else publishes into this run, "
+                "or has rolled it back"
+            )
         self._report("step", {"step": self.step, "steps": self._config.steps, **metrics})
 
     def _canary(self, batch: TrainBatch, account: StepAccount) -> dict[str, float]:
@@ -240,7 +242,7 @@ class TrainLoop:
         return found
 
     def _publish_step(self) -> WeightsLive:
-        """Apply the gradient and publish; where the worker dies meanwhile, publish the same weights to its successor."""
+        """Apply the gradient and publish; where the worker dies meanwhile, its successor gets the same weights."""
         optimizer, publisher = self._parts.optimizer, self._parts.publisher
 
         def publish() -> WeightsLive:

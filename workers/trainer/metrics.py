@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per training step or evaluation, in metrics.jsonl, and TensorBoard files on request.
+"""Metrics of a run: one JSON object per training step or evaluation, and TensorBoard files on request.
 
 What is written is taken from the samples' own records, never from what happens to be live (P46).
 

@@ -46,7 +46,9 @@ class PolicyOptimizer:
         with torch.no_grad():
             for name in layout.entries:
                 self.masters[name].copy_(tensors[name])
-        self._parameters = {name: torch.nn.Parameter(self.masters[name], requires_grad=False) for name in layout.entries}
+        self._parameters = {
+            name: torch.nn.Parameter(self.masters[name], requires_grad=False) for name in layout.entries
+        }
         decayed = [name for name, entry in layout.entries.items() if len(entry.shape) > 1]
         plain = [name for name in layout.entries if name not in set(decayed)]
         groups = [
@@ -164,6 +166,7 @@ class PolicyOptimizer:
                     steps = torch.tensor(float(scalars["schedule"]), device=parameter.device)
                     self._adamw.state[parameter] = {"step": steps, **state}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch misses the optimizer's own steps, which were taken before
+            # torch misses the optimizer's own steps, which were taken before.
+            warnings.simplefilter("ignore", UserWarning)
             for _ in range(int(scalars["schedule"])):
                 self._schedule.step()

@@ -124,7 +124,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 def _head_logprobs(kernels: Kernels, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(kernels, hidden, head, targets, temperature)  # type: ignore[no-any-return]
+        return _HeadLogprobs.apply(kernels, hidden, head, targets, temperature)
     logits = differentiable.logits(kernels, hidden, head)
     return kernels.row_logprobs(_at_temperature(logits, temperature), targets)
 
@@ -146,7 +146,9 @@ def _leaves(weights: DecoderWeights, gradients: DecoderWeights) -> DecoderWeight
         return known[tensor.data_ptr()]
 
     layers = tuple(
-        LayerWeights(**{item.name: leaf(getattr(layer, item.name), getattr(total, item.name)) for item in fields(layer)})
+        LayerWeights(
+            **{item.name: leaf(getattr(layer, item.name), getattr(total, item.name)) for item in fields(layer)}
+        )
         for layer, total in zip(weights.layers, gradients.layers, strict=True)
     )
     embedding = leaf(weights.embedding, gradients.embedding)

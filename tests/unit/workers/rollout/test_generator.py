@@ -9,7 +9,14 @@ import pytest
 from harness.rollouts import completion, result
 from unison.ipc.types import Completion, ErrorReason, FinishReason, VersionSpan
 from unison.workers.rollout.generator import RolloutRejectedError, check_completions
-from unison.workers.rollout.records import RECORDS, RawRollout, RolloutOrder, RolloutRejected, RolloutResult, WorkerJoined
+from unison.workers.rollout.records import (
+    RECORDS,
+    RawRollout,
+    RolloutOrder,
+    RolloutRejected,
+    RolloutResult,
+    WorkerJoined,
+)
 
 
 def order(pin: int | None = 0, count: int = 2) -> RolloutOrder:

@@ -69,9 +69,10 @@ def test_numbers_of_every_kind(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 0.0], "ab", None, 1.0, [1.0, "x"], [None, 1.0]],
+    "values",
+    [[1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 0.0], "ab", None, 1.0, [1.0, "x"], [None, 1.0]],
     ids=str,
-)  # fmt: skip
+)
 def test_wrong_values_are_refused(values: Any) -> None:
     """P18: a wrong number of values, or one that is no finite number, fails the group: never a silent 0."""
     with pytest.raises(RewardError) as caught:

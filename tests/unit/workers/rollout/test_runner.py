@@ -109,7 +109,7 @@ def batches(house: House, runner: RolloutRunner, count: int, answer: Any = None)
 
 
 def test_batches_come_in_the_order_of_their_ids(house: House) -> None:
-    """A batch doesn't depend on who was faster: answers come in reverse, batches in order; each prompt once an epoch."""
+    """A batch doesn't depend on who was faster: answers come in reverse, batches in order."""
     found = batches(house, house.runner(), 3)
     assert [[each.order_id for each in batch] for batch in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     prompts = [order.prompt_id for _, order in house.seen]

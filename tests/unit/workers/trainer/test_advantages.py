@@ -47,7 +47,8 @@ def test_leave_one_out() -> None:
 def test_batch_estimators() -> None:
     """REINFORCE++: mean and std of the whole batch; with a baseline, of what the groups' means leave."""
     rewards = flat(GROUPS)
-    assert torch.allclose(flat(batch_normalized(GROUPS)), (rewards - rewards.mean()) / (rewards.std() + 1e-4), atol=1e-6)
+    wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert torch.allclose(flat(batch_normalized(GROUPS)), wanted, atol=1e-6)
     centered = flat(group_centered(GROUPS))
     assert torch.allclose(flat(group_centered_batch_scaled(GROUPS)), centered / (centered.std() + 1e-4), atol=1e-6)
 
@@ -55,7 +56,7 @@ def test_batch_estimators() -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("groups", [[], [[]], [[0.7]], [[0.5, 0.5], [0.5]], [[1.0], []]], ids=str)
 def test_nothing_to_compare_with(name: str, groups: list[list[float]]) -> None:
-    """P24: empty groups, groups of one and equal rewards give finite numbers of the same lengths, and 0 if all equal."""
+    """P24: empty groups, groups of one and equal rewards give finite numbers, and 0 if all are equal."""
     found = ESTIMATORS[name](groups)
     assert [len(group) for group in found] == [len(group) for group in groups]
     values = [value for group in found for value in group]

@@ -113,7 +113,8 @@ def _group(draw: random.Random, order_id: int) -> TrainGroup:
     samples = []
     for index in range(draw.randrange(1, 6)):
         length = draw.randrange(0, 7)
-        samples.append(TrainSample(order_id, index, (1,) * length, (1.0,) * length, (0.0,) * length, (1.0,) * length, 0))
+        ones = (1.0,) * length
+        samples.append(TrainSample(order_id, index, (1,) * length, ones, ones, ones, 0))
     return TrainGroup(prompt, tuple(samples))
 
 

@@ -50,7 +50,9 @@ def test_retention_and_replacement(tmp_path: Path, model: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json", "config.json"]
+)
 def test_a_changed_byte_is_found(tmp_path: Path, model: Path, name: str) -> None:
     """A damaged checkpoint is refused by name, and the one before is taken."""
     old, new = write(tmp_path, model, 1), write(tmp_path, model, 2)

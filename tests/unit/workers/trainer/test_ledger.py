@@ -52,6 +52,10 @@ def trained(order_id: int) -> OrderEnd:
     return OrderEnd("trained", result=result(order_id, [0.0, 1.0]), advantages=(-1.0, 1.0))
 
 
+def evaluated() -> OrderEnd:
+    return OrderEnd("evaluated", result=result(HELD_OUT_IDS, [1.0, 0.0]))
+
+
 def run_steps(ledger: Ledger, count: int) -> None:
     ledger.add_version(version(0), 0)
     for step in range(1, count + 1):
@@ -66,7 +70,7 @@ def test_every_end(ledger: Ledger) -> None:
     ledger.commit_step(record(1), {0: trained(0)})
     ledger.end_orders({1: OrderEnd("dropped", "stale", "2 old", result(1, [0.0, 0.5]))}, 2)
     ledger.end_orders({2: OrderEnd("rejected", "aborted", "gone")}, 0)
-    ledger.commit_evaluation(1, version(1), 0.25, {HELD_OUT_IDS: OrderEnd("evaluated", result=result(HELD_OUT_IDS, [1, 0]))})
+    ledger.commit_evaluation(1, version(1), 0.25, {HELD_OUT_IDS: evaluated()})
     assert ledger.count_by_state() == {"trained": 1, "dropped": 1, "rejected": 1, "evaluated": 1, "issued": 1}
     assert [row[0] for row in ledger.issued()] == [3] and ledger.next_order_id == 4
     assert ledger.next_held_out_id == HELD_OUT_IDS + 1 and ledger.check() == []
@@ -88,7 +92,7 @@ def test_rewind(ledger: Ledger) -> None:
     """P28: later steps are undone and their prompts open again with their seeds; versions and ordinals stay."""
     run_steps(ledger, 3)
     ledger.issue([order(HELD_OUT_IDS, HELD_OUT), order(3)])
-    ledger.commit_evaluation(3, version(3), 1.0, {HELD_OUT_IDS: OrderEnd("evaluated", result=result(HELD_OUT_IDS, [1, 1]))})
+    ledger.commit_evaluation(3, version(3), 1.0, {HELD_OUT_IDS: evaluated()})
     assert ledger.rewind(1) == 2
     assert [(row[0], row[4]) for row in ledger.issued()] == [(1, 101), (2, 102), (3, 103)]
     assert ledger.count_by_state() == {"trained": 1, "issued": 3}

@@ -246,7 +246,10 @@ def trl_loss(trl: Any, batch: Batch, config: AlgorithmConfig, kind: str) -> Tens
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("grpo", "grpo"), ("dr_grpo", "dr_grpo"), ("dapo", "dapo"), ("gspo", "grpo"), ("cispo", "cispo"), ("rloo", "rloo")],
+    [
+        ("grpo", "grpo"), ("dr_grpo", "dr_grpo"), ("dapo", "dapo"), ("gspo", "grpo"), ("cispo", "cispo"),
+        ("rloo", "rloo"),
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_trl(trl: Any, name: str, kind: str, kl_coef: float) -> None:
