@@ -49,14 +49,14 @@ def sorted_words(completions: Sequence[Any], answer: Sequence[str], **_: Any) ->
 
 
 def right_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 for the number alone; another number alone up to 0.4, by how close it is, so that wrong answers differ too; 0.1
+    """1 for the number alone; another number alone up to 0.2, by how close it is, so that wrong answers differ too; 0.1
     where the number stands in a longer answer."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         text = answer_of(completion).rstrip(".")
         if text.isdigit() and len(text) <= MAX_DIGITS:
             distance = abs(int(text) - int(wanted)) / max(10, int(wanted))
-            scores.append(1.0 if distance == 0 else 0.4 * max(0.0, 1.0 - distance))
+            scores.append(1.0 if distance == 0 else 0.2 * max(0.0, 1.0 - distance))
             continue
         numbers = "".join(char if char.isdigit() else " " for char in text).split()
         scores.append(0.1 if wanted in numbers else 0.0)

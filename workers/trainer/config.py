@@ -159,8 +159,7 @@ class OptimizerConfig(Checked):
     activation_checkpointing: bool = bounded(False)
     """Keep one activation per layer and compute the others again in the backward."""
     num_threads: int | None = bounded(None, 1, 1024)
-    """CPU threads of the trainer; None: all cores in `sync`, where nobody generates meanwhile, half of them in
-    `async`."""
+    """CPU threads of the trainer; None: all cores in `sync`, half of them in `async`."""
 
 
 @dataclass(frozen=True)

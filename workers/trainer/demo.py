@@ -23,10 +23,10 @@ from .config import TrainConfig
 from .curves import held_out_change
 
 SETTINGS: dict[str, Any] = {
-    "steps": 120,
+    "steps": 60,
     "rollout": {"groups_per_step": 8, "group_size": 8, "max_tokens": 16, "zero_variance": "drop"},
     "optimizer": {"learning_rate": 3e-5},
-    "evaluation": {"interval_steps": 20},
+    "evaluation": {"interval_steps": 10},
     "checkpoint": {"interval_steps": 0},
     "serve": {"engine": {"cache": {"num_tokens": 32768}}},
 }
@@ -35,8 +35,8 @@ ANSWER_S = 30.0
 
 @click.command("demo", context_settings={"show_default": True})
 @click.option("--model", required=True, help="Hugging Face directory.")
-@click.option("--task", default="add-numbers", help="Built-in task.")
-@click.option("--steps", type=int, help="Training steps; 120 by default.")
+@click.option("--task", default="last-word", help="Built-in task.")
+@click.option("--steps", type=int, help="Training steps; 60 by default.")
 @click.option("--seed", default=0, help="Decides the order of prompts and every draw.")
 @click.option("--port", default=8000, help="The policy is served here while it is trained; 0 takes a free port.")
 @click.option("--run-dir", default="demo-run", help="Directory of the run; a number is added where it is taken.")

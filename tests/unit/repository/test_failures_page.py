@@ -11,6 +11,7 @@ from unison.ipc import errors
 from unison.ipc.client_config import ClientConfig
 from unison.ipc.types import ErrorReason, FinishReason
 from unison.workers.config import ServeConfig
+from unison.workers.trainer.config import TrainConfig
 
 PAGE = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| what fails")]
@@ -45,8 +46,9 @@ def test_errors_and_codes_exist() -> None:
 def test_defaults_are_the_codes_own() -> None:
     quoted = re.findall(r"([\d.]+)(?: s| restarts| messages)? \(`([\w.]+)`\)", PAGE)
     assert len(quoted) >= 8
+    configurations = (ServeConfig(), TrainConfig(), ClientConfig())
     for number, name in quoted:
-        value: object = ClientConfig() if "." not in name else ServeConfig()
+        value: object = next(each for each in configurations if hasattr(each, name.split(".")[0]))
         for part in name.split("."):
             value = getattr(value, part)
         assert value == pytest.approx(float(number)), name

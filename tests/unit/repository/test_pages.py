@@ -15,6 +15,7 @@ from harness.source_tree import ROOT, module_paths
 from unison.engine.config import EngineConfig
 from unison.ipc import errors, types
 from unison.workers.config import ServeConfig
+from unison.workers.trainer.config import TrainConfig
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -94,7 +95,8 @@ def test_configuration_page_matches_the_code() -> None:
     """S9, P50: each field is on the page with its default, unit, bound and meaning, and the page lists no other."""
     rows = {cells[0].strip("`"): cells[1:] for cells in table_rows(ROOT / "docs/configuration.md", 5)}
     processes = {name: item for name, item in config_fields(ServeConfig).items() if not name.startswith("engine.")}
-    expected = config_fields(EngineConfig) | processes
+    training = {name: item for name, item in config_fields(TrainConfig).items() if not name.startswith("serve.")}
+    expected = config_fields(EngineConfig) | processes | training
     assert list(rows) == list(expected)
     for name, (item, meaning) in expected.items():
         default, unit, bound, text = rows[name]
