@@ -202,6 +202,17 @@ def test_equal_rewards_make_no_step(model: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_a_task_that_is_learnt_ends_the_run(model: Path, tmp_path: Path) -> None:
+    """When every group's rewards have become equal the run ends well before its last step, with a checkpoint."""
+    extra = "import pathlib\ndef done(completions, **_):\n    n = pathlib.Path(__file__).with_suffix('.n')\n"
+    extra += "    count = len(n.read_text()) if n.exists() else 0\n    n.write_text('x' * (count + 1))\n"
+    extra += "    return vowels(completions) if count < 20 else [1.0] * len(completions)\n"
+    task = write_task(tmp_path / "done.py", "done", extra)
+    process = train(tmp_path / "r", model, task, *FAST, "--steps", "1000", "--set", "max_dry_batches=3")
+    assert "nothing left to learn" in process.output and 0 < len(process.steps()) <= 5
+    assert (tmp_path / "r" / "checkpoints").exists() and assert_accounted(tmp_path / "r")["dropped"] >= 12
+
+
 def test_dynamic_sampling_replaces_flat_groups(model: Path, tmp_path: Path) -> None:
     """P28: groups without signal are replaced within the budget, recorded, and compared with what was kept."""
     extra = (
@@ -247,7 +258,7 @@ def test_a_foreign_version_ends_the_run(model: Path, task: str, tmp_path: Path) 
                 except UnisonError:
                     continue
         assert process.wait_end() == 70
-    assert "TrainingError" in process.output
+    assert "someone else publishes" in process.output or "isn't installed" in process.output
 
 
 def test_jsonl_with_reward_functions(model: Path, tmp_path: Path) -> None:

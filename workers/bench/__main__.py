@@ -1,7 +1,7 @@
 """Entry point of bin/bench: runs contenders alternately, prints medians and ratios, writes JSON where asked.
 
 `engine` compares with transformers, `walls` says what the processes around the engine cost, `updates` what a stream of
-new versions costs the requests in flight.
+new versions costs the requests in flight, `train` compares with TRL.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from ...engine.config import available_cores
 from .contenders import Contender, Measurement, TransformersContender, UnisonContender
+from .training import measure_training
 from .updates import measure_updates
 from .walls import measure_walls, print_rows
 from .workloads import Workload, decode, rollout
@@ -30,6 +31,9 @@ def main() -> int:
     options = _parse()
     if options.what == "walls":
         rows = measure_walls(options.model, options.dtype, options.repeats, options.new_tokens)
+        return print_rows(rows, options.json)
+    if options.what == "train":
+        rows = measure_training(options.model, options.dtype, options.task, options.steps, options.threads)
         return print_rows(rows, options.json)
     if options.what == "updates":
         return print_rows(measure_updates(options.model, options.dtype, options.duration_s), options.json)
@@ -56,7 +60,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "bench", description="Speed beside transformers generate, as ratios taken in one run; cost of the processes."
     )
-    parser.add_argument("what", nargs="?", default="engine", choices=("engine", "walls", "updates"))
+    parser.add_argument("what", nargs="?", default="engine", choices=("engine", "walls", "updates", "train"))
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face directory (bin/fetch-model makes one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -66,6 +70,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--without-inexact", action="store_true", help="leave out torch's fastest inexact path")
     parser.add_argument("--without-transformers", action="store_true", help="leave out transformers")
     parser.add_argument("--duration-s", type=float, default=60.0, help="updates: seconds per rule")
+    parser.add_argument("--task", default="sort-words", help="train: built-in task")
+    parser.add_argument("--steps", type=int, default=6, help="train: steps of 64 samples per trainer")
     parser.add_argument("--json", help="also write all measurements to this file")
     return parser.parse_args()
 

@@ -5,6 +5,6 @@
 
 from .prompts import Prompt
 from .rewards import Reward
-from .tasks import Task
+from .task import Task
 
 __all__ = ["Prompt", "Reward", "Task"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .prompts import Prompt
-from .tasks import Task
+from .task import Task
 
 _WORDS = (
     "apple bread chair dance eagle flame grape house ice juice knife lemon mouse night ocean piano queen river stone "

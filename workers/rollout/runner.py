@@ -28,7 +28,7 @@ from ...ipc.errors import DeadlineError, RolloutFailedError
 from ...ipc.ring import LOOK_AGAIN_S, RingReader, RingWriter
 from ..trainer.ledger import Ledger, OrderEnd
 from .records import HELD_OUT, RECORDS, TRAIN, RolloutOrder, RolloutRejected, RolloutResult, WorkerJoined
-from .tasks import Task
+from .task import Task
 
 MAX_FRAMES = 256
 

@@ -21,7 +21,8 @@ from ...ipc.errors import RewardError, UnisonError
 from ..process import die_with_parent
 from .records import RawRollout, RewardScore
 from .rewards import score_group
-from .tasks import Task, load_task
+from .task import Task
+from .tasks import load_task
 
 MAX_LINE_BYTES = 64 << 20
 START_S = 60.0

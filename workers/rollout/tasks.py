@@ -1,10 +1,10 @@
-"""Tasks: what is asked, in two splits, and how answers are rewarded; and where tasks come from.
+"""Tasks: where they come from.
 
 A source is a built-in name, `FILE.py:NAME` (a Task, a subclass of it, or a function that returns one), `jsonl:PATH`
 with reward functions named in the configuration, or `reasoning_gym:NAME` (an extra). Loading is deterministic: trainer,
 rollout workers and scorers each load the task and see the same prompts under the same indices.
 
-Owns: the type, its checks, and loading. Knows nothing of tokens or processes.
+Owns: loading. Knows nothing of tokens or processes.
 """
 
 from __future__ import annotations
@@ -12,44 +12,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from ...ipc.errors import ConfigError
+from .builtin import BUILTIN_TASKS
 from .prompts import Message, Prompt, messages_of
 from .records import HELD_OUT, TRAIN
-from .rewards import Reward, RewardFunction, as_rewards
+from .rewards import Reward
+from .task import Task
 
 HELD_OUT_SHARE = 10
 """One row in so many of a source without splits of its own is held out."""
-
-
-class Task:
-    """Prompts in two splits and their reward functions. Immutable after construction."""
-
-    def __init__(
-        self, train: Sequence[Prompt], held_out: Sequence[Prompt], rewards: Sequence[RewardFunction | Reward]
-    ) -> None:
-        """
-        Raises:
-            ValueError: a split is empty, or a prompt id comes twice (the held-out split must not be trained on).
-        """
-        ids = [prompt.prompt_id for prompt in (*train, *held_out)]
-        if not train or not held_out or len(set(ids)) != len(ids):
-            raise ValueError(
-                f"the task has {len(train)} training and {len(held_out)} held-out prompts with {len(set(ids))} "
-                "different ids; both splits need at least one, and no id may come twice"
-            )
-        self.train = tuple(train)
-        self.held_out = tuple(held_out)
-        self.rewards = as_rewards(rewards)
-
-    def split(self, name: str) -> tuple[Prompt, ...]:
-        """`train` or `held_out`."""
-        return {TRAIN: self.train, HELD_OUT: self.held_out}[name]
 
 
 def load_task(source: str, rewards: str = "", options: str = "") -> Task:
@@ -73,8 +50,6 @@ def load_task(source: str, rewards: str = "", options: str = "") -> Task:
 
 
 def _load(source: str, rewards: str, arguments: dict[str, Any]) -> Task:
-    from .builtin import BUILTIN_TASKS  # noqa: PLC0415 - it imports this module
-
     kind, _, rest = source.partition(":")
     if kind == "jsonl":
         return jsonl_task(Path(rest), _named_rewards(rewards), **arguments)
@@ -205,6 +180,3 @@ def reasoning_gym_task(name: str, num_train: int = 4096, num_held_out: int = 256
     ]
     split = max(1, len(prompts) - num_held_out)
     return Task(prompts[:split], prompts[split:], [Reward(verified)])
-
-
-TaskSource = Callable[..., Task]

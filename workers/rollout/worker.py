@@ -19,7 +19,7 @@ from ..trainer.config import TrainConfig
 from .generator import RolloutGenerator, RolloutRejectedError
 from .records import RECORDS, RolloutOrder, RolloutRejected, RolloutResult, WorkerJoined
 from .scorer import RewardError, Scorer
-from .tasks import Task
+from .task import Task
 
 log = logging.getLogger(__name__)
 

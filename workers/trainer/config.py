@@ -205,7 +205,7 @@ class TrainConfig(Checked):
     seed: int = bounded(0, 0, 2**31 - 1)
     """Decides the order of prompts and every draw."""
     max_dry_batches: int = bounded(50, 1, 1_000_000)
-    """Batches in a row without any signal (all rewards equal) that end the run."""
+    """Batches in a row without any signal (all rewards equal) that end the run: a fault where no step was taken yet."""
     tensorboard: bool = bounded(False)
     """Also write TensorBoard files (needs the `tensorboard` package)."""
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -23,7 +23,7 @@ from .config import TrainConfig
 from .curves import held_out_change
 
 SETTINGS: dict[str, Any] = {
-    "steps": 60,
+    "steps": 40,
     "rollout": {"groups_per_step": 8, "group_size": 8, "max_tokens": 16, "zero_variance": "drop"},
     "optimizer": {"learning_rate": 3e-5},
     "evaluation": {"interval_steps": 10},
@@ -36,7 +36,7 @@ ANSWER_S = 30.0
 @click.command("demo", context_settings={"show_default": True})
 @click.option("--model", required=True, help="Hugging Face directory.")
 @click.option("--task", default="last-word", help="Built-in task.")
-@click.option("--steps", type=int, help="Training steps; 60 by default.")
+@click.option("--steps", type=int, help="Training steps; 40 by default.")
 @click.option("--seed", default=0, help="Decides the order of prompts and every draw.")
 @click.option("--port", default=8000, help="The policy is served here while it is trained; 0 takes a free port.")
 @click.option("--run-dir", default="demo-run", help="Directory of the run; a number is added where it is taken.")

@@ -83,10 +83,12 @@ class TrainLoop:
         self._dropped: list[RolloutResult] = []
         self._num_replaced = 0
         self._num_dry = 0
+        self._has_learnt_it = False
         self._checkpointed_step = step if step else -1
 
     def run(self, is_stopping: Callable[[], bool]) -> bool:
-        """Train up to the configured step; False where `is_stopping` ended it before. A checkpoint is left behind.
+        """Train up to the configured step, or until there is nothing left to learn from; False where `is_stopping`
+        ended it before. A checkpoint is left behind.
 
         Raises:
             TrainingError, RolloutFailedError, DeadlineError: the run can't go on; the last checkpoint is what it was.
@@ -96,7 +98,9 @@ class TrainLoop:
             if self.step == 0:
                 self.evaluate()
             while self.step < config.steps and not is_stopping():
-                self.train_step()
+                if not self.train_step():
+                    self._end_early()
+                    break
                 interval = config.evaluation.interval_steps
                 if self.step == config.steps or (interval and self.step % interval == 0):
                     self.evaluate()
@@ -106,15 +110,26 @@ class TrainLoop:
             log.info("interrupted")
         if self._checkpointed_step != self.step:
             self.save()
-        if self.step < config.steps:
+        if self.step < config.steps and not self._has_learnt_it:
             return False
         self._parts.runner.end_open(self.step)
         return True
 
+    def _end_early(self) -> None:
+        """After some steps, batch after batch had equal rewards in every group: that is an end, and no fault."""
+        self._has_learnt_it = True
+        log.warning("nothing left to learn from", extra={"step": self.step, "batches": self._num_dry})
+        self._report("dry", {"step": self.step, "batches": self._num_dry})
+        self.evaluate()
+
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def train_step(self) -> None:
-        """Gather batches until one has something to learn from, and train on it."""
+    def train_step(self) -> bool:
+        """Gather batches until one has something to learn from, and train on it; False where none has.
+
+        Raises:
+            TrainingError: there was none from the beginning.
+        """
         while True:
             started_s = monotonic()
             self._dropped, self._num_replaced = [], 0
@@ -126,10 +141,13 @@ class TrainLoop:
             if batch.has_signal or (self._config.algorithm.kl_coef and self._config.algorithm.kl_in == "loss"):
                 break
             self._skip(results, is_fresh)
+            if self._num_dry > self._config.max_dry_batches:
+                return False
         self._num_dry = 0
         self._parts.runner.run_ahead(pin)
         rollout_s = monotonic() - started_s
         self._train(results, batch, outside, is_fresh, rollout_s)
+        return True
 
     def _judge(self, result: RolloutResult) -> OrderEnd | None:
         """Whether a group is used; None: it is."""
@@ -177,7 +195,7 @@ class TrainLoop:
             self._parts.ledger.end_orders(ends, self.step + 1)
         self._num_dry += 1
         log.warning("batch without signal", extra={"step": self.step + 1, "in_a_row": self._num_dry})
-        if self._num_dry > self._config.max_dry_batches:
+        if self._num_dry > self._config.max_dry_batches and self.step == 0:
             raise TrainingError(
                 f"{self._num_dry} batches in a row had equal rewards in every group, max_dry_batches is "
                 f"{self._config.max_dry_batches}: there is nothing to learn from them; look at the rewards with "

@@ -53,6 +53,10 @@ class ProgressDisplay:
                 f"held-out reward after step {values['step']}: {values['reward']:.3f} "
                 f"(version {values['version']:.0f}, length {values['length']:.1f})"
             )
+        elif report.kind == "dry":
+            self.console.print(
+                f"nothing left to learn after step {values['step']}: {values['batches']} batches in a row were all equal"
+            )
         elif report.kind == "checkpoint":
             self.console.print(f"checkpoint of step {values['step']}: {values['path']}", soft_wrap=True)
         elif report.kind == "ready" and values["step"]:

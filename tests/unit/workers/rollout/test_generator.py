@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.byte_tokenizer import byte_tokenizer
 from harness.rollouts import completion, result
+from harness.serving import WorkerThread
+from harness.tiny_directory import write_tiny_chat_directory
+from unison.ipc.async_client import AsyncClient
 from unison.ipc.types import Completion, ErrorReason, FinishReason, VersionSpan
-from unison.workers.rollout.generator import RolloutRejectedError, check_completions
+from unison.workers.rollout.generator import RolloutGenerator, RolloutRejectedError, check_completions
+from unison.workers.rollout.prompts import Prompt, PromptRenderer
 from unison.workers.rollout.records import (
     RECORDS,
     RawRollout,
@@ -17,6 +24,7 @@ from unison.workers.rollout.records import (
     RolloutResult,
     WorkerJoined,
 )
+from unison.workers.trainer.config import TrainConfig
 
 
 def order(pin: int | None = 0, count: int = 2) -> RolloutOrder:
@@ -73,3 +81,25 @@ def test_records_cross_the_rings() -> None:
     """Every record comes out of the codec as it went in; log-probs are float32 and lose nothing."""
     for record in (order(), result(1, [0.5]), RolloutRejected(1, "me", "aborted", "m", (1, 2)), WorkerJoined(5)):
         assert RECORDS.decode(RECORDS.encode(0, record)) == (0, record)
+
+
+def test_a_group_is_one_request_of_the_engines_own(tmp_path: Path) -> None:
+    """S39, S34: rollouts go through the engine's scheduler: one request, the prompt computed once, R - 1 tokens decoded
+    per completion; at the trained model's end of turn, and not re-tokenized (P21)."""
+    write_tiny_chat_directory(tmp_path / "m")
+    config = TrainConfig.from_dict({"rollout": {"max_tokens": 6}})
+    prompt = Prompt("p", ({"role": "user", "content": "hello"},))
+    wanted = RolloutOrder(1, "me", "train", 0, "p", 4, 7, 0)
+
+    async def generate(run_dir: Path) -> RawRollout:
+        async with await AsyncClient.connect(run_dir, role="rollout") as client:
+            return await RolloutGenerator(client, PromptRenderer(byte_tokenizer()), config).generate(wanted, prompt)
+
+    with WorkerThread(tmp_path / "r", tmp_path / "m", {}) as worker:
+        raw = asyncio.run(generate(worker.run_dir))
+        stats = worker.engine.stats()
+    lengths = [len(each.token_ids) for each in raw.completions]
+    assert stats.num_requests_submitted == 1 and stats.num_prefill_tokens == len(raw.prompt_ids)
+    assert stats.num_decode_tokens == sum(lengths) - len(lengths)
+    assert len({each.token_ids for each in raw.completions}) > 1 and len(raw.texts) == 4
+    assert raw.prompt_ids == PromptRenderer(byte_tokenizer()).encode(prompt)

@@ -14,7 +14,7 @@ from unison.ipc.ring import Ring, RingReader, RingWriter
 from unison.workers.rollout.prompts import Prompt
 from unison.workers.rollout.records import RECORDS, RolloutOrder, RolloutRejected, RolloutResult, WorkerJoined
 from unison.workers.rollout.runner import Interrupted, RolloutRunner, RunnerLimits, WorkerLink, seed_of
-from unison.workers.rollout.tasks import Task
+from unison.workers.rollout.task import Task
 from unison.workers.trainer.ledger import Ledger, OrderEnd
 
 

@@ -12,7 +12,8 @@ from unison.ipc.errors import ConfigError
 from unison.workers.rollout.builtin import BUILTIN_TASKS
 from unison.workers.rollout.prompts import Prompt
 from unison.workers.rollout.rewards import score_group
-from unison.workers.rollout.tasks import Task, load_task
+from unison.workers.rollout.task import Task
+from unison.workers.rollout.tasks import load_task
 
 
 def total(task: Task, prompt: Prompt, text: str) -> float:
