@@ -56,6 +56,14 @@ def ask(max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
     return body | fields
 
 
+def test_errors_name_what_the_client_sent(http: httpx.Client) -> None:
+    """A refused pin is told of in HTTP's words, not in the worker's."""
+    refused = http.post("/v1/policy/unpin", json={"version": 0}, headers=ADMIN)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "version" and error["message"].startswith("version: is 0")
+
+
 def stream_text(http: httpx.Client, body: dict[str, Any], after: int = -1, then: Any = None) -> str:
     """Text of a streamed completion; calls `then` once after `after` chunks."""
     text = ""

@@ -29,6 +29,7 @@ from ..rollout.task import Task
 from ..rollout.tasks import load_task
 from ..trainer.checkpoint import checkpoints
 from ..trainer.metrics import read_metrics
+from .training_updates import measure_generation_during_updates
 
 GROUPS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE = 8, 8, 24, 2e-5
 NUM_HELD_OUT = 64
@@ -48,6 +49,7 @@ def measure_training(model: Path, dtype: str, task_name: str, steps: int, thread
                 "s per step": fmean(seconds), "samples/s": GROUPS * GROUP_SIZE / fmean(seconds),
                 "held-out reward": held_out_reward(result, dtype, task),
             }  # fmt: skip
+    rows["async, while a version is published"] = measure_generation_during_updates(model, dtype, 4 * steps)
     rows["ratio"] = {"samples/s": rows["unison"]["samples/s"] / rows["trl"]["samples/s"]}
     return rows
 

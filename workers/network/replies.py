@@ -35,7 +35,7 @@ TYPES_BY_STATUS = {
 }
 """(OpenAI's, Anthropic's) error type for each status that the server answers with."""
 
-PARAMS_BY_FIELD = {"prompt_ids": "prompt"}
+PARAMS_BY_FIELD = {"prompt_ids": "prompt", "ordinal": "version"}
 """What HTTP calls a field of the engine's request, where the names differ."""
 
 REASONS_OF_THE_CALLER = {ErrorReason.EMPTY_SUPPORT.value, ErrorReason.KV_EXHAUSTED.value}
@@ -89,15 +89,16 @@ def problem_of(error: UnisonError) -> Problem:
     """What a client is told of an error of Unison's."""
     row = next(ERROR_CODES[kind] for kind in type(error).__mro__ if kind in ERROR_CODES)
     status = row.http_status if row.http_status in TYPES_BY_STATUS else 500
-    code, param = row.code, None
+    code, param, message = row.code, None, str(error)
     if isinstance(error, InvalidRequestError):
         param = PARAMS_BY_FIELD.get(error.field, error.field)
+        message = f"{param}: {message.removeprefix(f'{error.field}: ')}"
     if isinstance(error, PromptTooLongError):
         code = "context_length_exceeded"
     if isinstance(error, RequestFailedError):
         code = error.reason
         status = 400 if error.reason in REASONS_OF_THE_CALLER else status
-    return Problem(status, code, str(error), param)
+    return Problem(status, code, message, param)
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from time import monotonic
+from time import monotonic, time
 from typing import Any, TypeVar
 
 from ...ipc.arena.publisher import WeightPublisher
@@ -213,7 +213,10 @@ class TrainLoop:
         difference = self._canary(batch, account)
         trained_s = monotonic()
         live = self._publish_step()
-        published_s = monotonic()
+        published_s, published_at = monotonic(), time()
+        with suppress(UnisonError):
+            status = parts.client.status()
+            difference["kv_used"] = 1.0 - status.num_free_blocks / status.num_blocks
         lags = [sample.lag for group in batch.groups for sample in group.samples]
         seconds = rollout_s + published_s - started_s
         metrics = {
@@ -221,7 +224,7 @@ class TrainLoop:
             "learning_rate": learning_rate, "lag_mean": fmean(lags), "lag_max": float(max(lags)),
             "num_samples": float(batch.num_samples), "num_replaced": float(self._num_replaced),
             **bias_report(results, self._dropped), "rollout_s": rollout_s, "train_s": trained_s - started_s,
-            "publish_s": published_s - trained_s, "publish_wait_s": live.waited_s,
+            "publish_s": published_s - trained_s, "publish_wait_s": live.waited_s, "published_at": published_at,
             "samples_per_s": batch.num_samples / seconds, "tokens_per_s": account.num_tokens / seconds,
             "version": float(live.version.ordinal),
         }  # fmt: skip

@@ -55,7 +55,7 @@ class ProgressDisplay:
             )
         elif report.kind == "dry":
             self.console.print(
-                f"nothing left to learn after step {values['step']}: {values['batches']} batches in a row were all equal"
+                f"nothing left to learn after step {values['step']}: {values['batches']} batches in a row were equal"
             )
         elif report.kind == "checkpoint":
             self.console.print(f"checkpoint of step {values['step']}: {values['path']}", soft_wrap=True)
@@ -67,7 +67,8 @@ class ProgressDisplay:
         left_s = fmean(self._seconds) * (values["steps"] - values["step"])
         line = (
             f"reward {values['reward']:.3f}  length {values['length']:.0f}  {values['tokens_per_s']:.0f} tokens/s  "
-            f"{values['samples_per_s']:.1f} samples/s  lag {values['lag_max']:.0f}"
+            f"{values['samples_per_s']:.1f} samples/s  lag {values['lag_max']:.0f}  "
+            f"KV {values.get('kv_used', 0.0):.0%}"
         )
         if values["truncated"] >= TRUNCATED_WARNING:
             line += f"  [bold red]{values['truncated']:.0%} truncated: raise rollout.max_tokens[/]"

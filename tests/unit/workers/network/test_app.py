@@ -257,6 +257,8 @@ def test_policy(serve: Serve, backend: EngineBackend) -> None:
         before = shown["installed"][0]["num_pins"]
         assert http.post("/v1/policy/pin", json={"version": 0}).json()["installed"][0]["num_pins"] == before + 1
         assert http.post("/v1/policy/unpin", json={"version": 0}).json()["installed"][0]["num_pins"] == before
+        refused = http.post("/v1/policy/unpin", json={"version": 77})
+        assert refused.status_code in (400, 404) and "ordinal:" not in refused.text
         assert http.post("/v1/policy/pause").json()["is_paused"] is True
         assert http.get("/ready").status_code == 503 and http.get("/health").json()["status"] == "paused"
         assert http.post("/v1/policy/resume").json()["is_paused"] is False
