@@ -81,7 +81,7 @@ def leaks_since(before: Holdings) -> list[str]:
         if pid not in before.children and not any(part in command for part in LASTING_CHILDREN):
             found.append(f"child process {pid}: {command}")
     for number, target in now.descriptors.items():
-        if before.descriptors.get(number) != target and not _is_lasting_descriptor(number):
+        if before.descriptors.get(number) != target and not _is_lasting_descriptor(number, target):
             found.append(f"file descriptor {number}: {target}")
     for ident, name in now.python_threads.items():
         if ident not in before.python_threads and not name.startswith(tuple(LASTING_PYTHON_THREADS)):
@@ -139,8 +139,10 @@ def _descriptors() -> dict[int, str]:
     return targets
 
 
-def _is_lasting_descriptor(number: int) -> bool:
-    """True for the pipe that keeps multiprocessing's resource tracker alive."""
+def _is_lasting_descriptor(number: int, target: str) -> bool:
+    """True for the pipe that keeps multiprocessing's resource tracker alive, and for the fonts that matplotlib keeps."""
+    if "/mpl-data/fonts/" in target:
+        return True
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     return tracker is not None and number == tracker._resource_tracker._fd
 

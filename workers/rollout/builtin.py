@@ -18,7 +18,7 @@ _WORDS = (
     "olive paper quilt robot sugar tiger umbra vapor wheat yacht anchor button candle dragon engine forest garden "
     "hammer island jacket kettle ladder market needle orange pencil rabbit saddle tunnel velvet window"
 ).split()
-NUM_TRAIN, NUM_HELD_OUT = 4096, 256
+NUM_TRAIN, NUM_HELD_OUT = 2048, 256
 MAX_DIGITS = 9
 
 
@@ -49,14 +49,14 @@ def sorted_words(completions: Sequence[Any], answer: Sequence[str], **_: Any) ->
 
 
 def right_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 for the number alone; another number alone up to 0.2, by how close it is, so that wrong answers differ too; 0.1
-    where the number stands in a longer answer."""
+    """1 for the number alone; another number alone up to 0.1, by how close it is, so that wrong answers differ too;
+    0.1 where the number stands in a longer answer."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         text = answer_of(completion).rstrip(".")
         if text.isdigit() and len(text) <= MAX_DIGITS:
             distance = abs(int(text) - int(wanted)) / max(10, int(wanted))
-            scores.append(1.0 if distance == 0 else 0.2 * max(0.0, 1.0 - distance))
+            scores.append(1.0 if distance == 0 else 0.1 * max(0.0, 1.0 - distance))
             continue
         numbers = "".join(char if char.isdigit() else " " for char in text).split()
         scores.append(0.1 if wanted in numbers else 0.0)
@@ -97,7 +97,7 @@ def sort_words(seed: int = 0, num_words: int = 3) -> Task:
     return _task("sort-words", seed, make, sorted_words)
 
 
-def add_numbers(seed: int = 0, below: int = 100) -> Task:
+def add_numbers(seed: int = 0, below: int = 50) -> Task:
     """Add two numbers."""
 
     def make(draw: random.Random) -> tuple[str, str]:
