@@ -140,7 +140,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def _is_lasting_descriptor(number: int, target: str) -> bool:
-    """True for the pipe that keeps multiprocessing's resource tracker alive, and for the fonts that matplotlib keeps."""
+    """True for the pipe of multiprocessing's resource tracker, and for fonts, which matplotlib keeps open."""
     if "/mpl-data/fonts/" in target:
         return True
     tracker = sys.modules.get("multiprocessing.resource_tracker")
