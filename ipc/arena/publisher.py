@@ -60,6 +60,9 @@ class WeightPublisher:
         self._deadline_s = deadline_s
         self._epoch = client.worker.epoch
         self._held: int | None = None
+        self.sealed: PolicyVersion | None = None
+        """The last version that was handed to the worker; whether it went live is known from the answer, or, where that
+        was lost, from `read_live`."""
         self.arena = attach_arena(client.run_dir, deadline_s)
 
     @contextmanager
@@ -79,6 +82,7 @@ class WeightPublisher:
             update = Update(self.arena.write(buffer), buffer, reserved.next_ordinal)
             yield update
             version, manifest = self.arena.seal(buffer, update.ordinal)
+            self.sealed = version
             update.live = self._client.publish(version, buffer, manifest)
         except BaseException:
             self.arena.let_go(buffer)

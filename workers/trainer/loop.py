@@ -138,7 +138,8 @@ class TrainLoop:
                 self.step, pin, self._judge, self._config.algorithm.num_iterations
             )
             batch, outside = self._make_batch(results)
-            if batch.has_signal or (self._config.algorithm.kl_coef and self._config.algorithm.kl_in == "loss"):
+            has_kl = self._config.algorithm.kl_coef > 0 and self._config.algorithm.kl_in == "loss"
+            if batch.has_signal or (has_kl and batch.groups):
                 break
             self._skip(results, is_fresh)
             if self._num_dry > self._config.max_dry_batches:

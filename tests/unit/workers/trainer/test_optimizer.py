@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.serving import WorkerThread
+from harness.tiny_directory import write_tiny_directory
 from harness.tiny_model import tiny_spec, tiny_weights
 from torch import Tensor
 from unison.engine.models.layout import WeightLayout
-from unison.ipc.errors import TrainingError
+from unison.ipc.arena.publisher import WeightPublisher
+from unison.ipc.client import Client
+from unison.ipc.errors import TrainingError, WorkerLostError
 from unison.workers.trainer.config import OptimizerConfig
 from unison.workers.trainer.optimizer import PolicyOptimizer
 
@@ -89,3 +94,48 @@ def test_an_unpublished_step_is_not_stepped_over() -> None:
     with pytest.raises(TrainingError, match="isn't published"):
         ours.step(gradients(1), None)  # type: ignore[arg-type]
     assert ours.num_steps == 0
+
+
+class _LosesAnswers:
+    """A client whose worker dies between the flip and the answer: the call is carried out, and nobody hears of it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.is_lossy = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def publish(self, *arguments: Any) -> Any:
+        """As Client.publish."""
+        answer = self._client.publish(*arguments)
+        if self.is_lossy:
+            self.is_lossy = False
+            raise WorkerLostError("the worker died")
+        return answer
+
+
+def test_a_step_is_one_act(tmp_path: Path) -> None:
+    """V1, P29: step, fence, digest, publish, ack; an answer that was lost makes no second version and no second update,
+    and nothing counts before it is live."""
+    write_tiny_directory(tmp_path / "m")
+    with WorkerThread(tmp_path / "r", tmp_path / "m", {}) as worker, Client.connect(worker.run_dir) as client:
+        lossy: Any = _LosesAnswers(client)
+        with WeightPublisher(lossy) as publisher:
+            before, tensors = publisher.read_live()
+            ours = PolicyOptimizer(LAYOUT, tensors, OptimizerConfig(learning_rate=1e-2), 20)
+            with pytest.raises(WorkerLostError):
+                ours.step(gradients(0), publisher)
+            assert ours.is_ahead and ours.num_steps == 0
+            masters = ours.master.clone()
+            live = ours.publish(publisher)
+            assert (live.version.ordinal, ours.num_steps) == (before.ordinal + 1, 1) and not ours.is_ahead
+            assert torch.equal(ours.master, masters), "applied once"
+            assert publisher.read_live()[0] == live.version
+            again = ours.step(gradients(1), publisher)
+            assert again.version.ordinal == before.ordinal + 2 and ours.num_steps == 2
+            version, tensors = publisher.read_live()
+            assert version == again.version
+            for name, master in ours.masters.items():
+                assert torch.equal(tensors[name], master.to(torch.bfloat16)), name
+            del tensors
