@@ -6,13 +6,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from harness.rollouts import result
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from unison.ipc.errors import InvariantError
 from unison.ipc.types import PolicyVersion
-from unison.workers.rollout.records import RolloutOrder
-from unison.workers.trainer.ledger import Ledger, OrderEnd, StepRecord
+from unison.workers.rollout.records import HELD_OUT, RolloutOrder
+from unison.workers.trainer.ledger import HELD_OUT_IDS, Ledger, OrderEnd, StepRecord
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -23,6 +25,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.states: dict[int, tuple[str, int]] = {}
+        self.held_out: dict[int, int] = {}
         self.step = 0
         self.ordinal = 0
 
@@ -48,8 +51,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.states[number] = (state, at)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def train(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num_evaluated=st.integers(0, 2))
+    def train(self, data: st.DataObject, num_evaluated: int) -> None:
+        """A step, and an evaluation right after it."""
         chosen = data.draw(st.lists(st.sampled_from(self.open), min_size=1, unique=True))
         self.step += 1
         self.ordinal += 1
@@ -57,6 +61,36 @@ class LedgerMachine(RuleBasedStateMachine):
         ends = {at: OrderEnd("trained", result=result(at, [0.0, 1.0])) for at in chosen}
         self.ledger.commit_step(StepRecord(self.step, version, version, 2 * len(chosen), {}), ends)
         self.states |= dict.fromkeys(chosen, ("trained", self.step))
+        if num_evaluated:
+            self.evaluate_some(num_evaluated)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), is_step=st.booleans())
+    def end_twice(self, data: st.DataObject, is_step: bool) -> None:
+        """Refused as a whole, the good end beside it too."""
+        ended = sorted(self.states.keys() - set(self.open))
+        again = data.draw(st.sampled_from(ended)) if ended else len(self.states)
+        ends = {at: OrderEnd("trained", result=result(at, [0.0, 1.0])) for at in (self.open[0], again)}
+        version = PolicyVersion(self.ordinal + 1, "never")
+        with pytest.raises(InvariantError, match=f"order {again} "):
+            if is_step:
+                self.ledger.commit_step(StepRecord(self.step + 1, version, version, 4, {}), ends)
+            else:
+                self.ledger.end_orders(ends, self.step + 1)
+
+    @rule(count=st.integers(1, 3))
+    def evaluate(self, count: int) -> None:
+        self.evaluate_some(count)
+
+    def evaluate_some(self, count: int) -> None:
+        """Held-out orders, all of them evaluated, at the present step."""
+        first = self.ledger.next_held_out_id
+        ids = range(first, first + count)
+        assert first == max(self.held_out, default=HELD_OUT_IDS - 1) + 1
+        self.ledger.issue([RolloutOrder(at, "me", HELD_OUT, 0, "h", 2, at, None) for at in ids])
+        ends = {at: OrderEnd("evaluated", result=result(at, [0.0, 1.0])) for at in ids}
+        self.ledger.commit_evaluation(self.step, PolicyVersion(self.ordinal, "d"), 0.5, ends)
+        self.held_out |= dict.fromkeys(ids, self.step)
 
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
@@ -66,6 +100,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for at, (_, step) in self.states.items():
             if step > target:
                 self.states[at] = ("issued", 0)
+        self.held_out = {at: step for at, step in self.held_out.items() if step <= target}
 
     @rule()
     def reopen(self) -> None:
@@ -77,6 +112,8 @@ class LedgerMachine(RuleBasedStateMachine):
         counts: dict[str, int] = {}
         for state, _ in self.states.values():
             counts[state] = counts.get(state, 0) + 1
+        if self.held_out:
+            counts["evaluated"] = len(self.held_out)
         assert self.ledger.count_by_state() == counts
         assert [row[0] for row in self.ledger.issued()] == self.open
         assert self.ledger.check() == [] and self.ledger.highest_ordinal == (self.ordinal or -1)
@@ -87,4 +124,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+TestLedger.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -20,6 +20,8 @@ _WORDS = (
 ).split()
 NUM_TRAIN, NUM_HELD_OUT = 2048, 256
 MAX_DIGITS = 9
+MAX_DRAWS = 20
+"""Draws per question that is needed, until the options are called too narrow."""
 
 
 def answer_of(completion: Any) -> str:
@@ -54,11 +56,11 @@ def right_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) ->
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         text = answer_of(completion).rstrip(".")
-        if text.isdigit() and len(text) <= MAX_DIGITS:
+        if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
             distance = abs(int(text) - int(wanted)) / max(10, int(wanted))
             scores.append(1.0 if distance == 0 else 0.1 * max(0.0, 1.0 - distance))
             continue
-        numbers = "".join(char if char.isdigit() else " " for char in text).split()
+        numbers = "".join(char if char.isascii() and char.isdecimal() else " " for char in text).split()
         scores.append(0.1 if wanted in numbers else 0.0)
     return scores
 
@@ -76,9 +78,14 @@ def _task(name: str, seed: int, make: Callable[[random.Random], tuple[str, str]]
     """`make` gives question and answer; equal questions come once."""
     draw = random.Random(f"{name}-{seed}")
     seen: dict[str, str] = {}
-    while len(seen) < NUM_TRAIN + NUM_HELD_OUT:
+    wanted = NUM_TRAIN + NUM_HELD_OUT
+    for _ in range(MAX_DRAWS * wanted):
         question, answer = make(draw)
         seen.setdefault(question, answer)
+        if len(seen) == wanted:
+            break
+    else:
+        raise ValueError(f"only {len(seen)} different questions were found, {wanted} are needed; widen the options")
     prompts = [
         Prompt(f"{name}-{index}", ({"role": "user", "content": question},), columns={"answer": answer})
         for index, (question, answer) in enumerate(seen.items())

@@ -72,11 +72,11 @@ class PromptRenderer:
             InvalidRequestError: a conversation for a model without a chat template, one that the template refuses, or
                 a prompt of no tokens.
         """
-        ids = self._chat(prompt) if prompt.is_chat else self._tokenizer(prompt.text)["input_ids"]
+        ids = self._chat(prompt) if prompt.is_chat else self._text(prompt.text)
         if not ids:
             raise InvalidRequestError("prompt", f"{prompt.prompt_id!r} has no tokens")
         bos = getattr(self._tokenizer, "bos_token_id", None)
-        if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1] and not self._starts_twice(prompt):
+        if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
             raise InvalidRequestError("prompt", f"{prompt.prompt_id!r} begins with two BOS tokens")
         return tuple(ids)
 
@@ -84,13 +84,19 @@ class PromptRenderer:
         """Text of a completion without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def _text(self, text: str) -> list[int]:
+        """A text that begins with the BOS token itself gets no second one."""
+        has_bos = bool(self._tokenizer.bos_token) and text.startswith(str(self._tokenizer.bos_token))
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+        return ids
+
     def _chat(self, prompt: Prompt) -> list[int]:
         if not self._has_template:
             raise InvalidRequestError("messages", "the model has no chat template; give the task's prompts as text")
         messages = [dict(message) for message in prompt.messages]
-        if self._system_prompt and messages[0]["role"] != "system":
+        if self._system_prompt and messages[0].get("role") != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        is_continued = messages[-1]["role"] == "assistant"
+        is_continued = messages[-1].get("role") == "assistant"
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=not is_continued, continue_final_message=is_continued
@@ -99,8 +105,3 @@ class PromptRenderer:
             raise InvalidRequestError("messages", f"the chat template refuses {prompt.prompt_id!r}: {error}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-
-    def _starts_twice(self, prompt: Prompt) -> bool:
-        """True where the user's own text begins with the BOS token, and means it."""
-        text = str(prompt.messages[0]["content"]) if prompt.is_chat else prompt.text
-        return text.startswith(str(self._tokenizer.bos_token))

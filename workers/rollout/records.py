@@ -113,6 +113,7 @@ REJECTIONS = {
     "reward_crashed": "the process of the reward functions ended",
     "reward_error": "a reward function raised an exception",
     "reward_invalid": "a reward function returned a wrong number of values, or values that aren't finite numbers",
+    "too_large": "the group doesn't fit into the ring to the trainer; rollout.ring_mib is too small",
     "internal": "a fault of the rollout worker",
 }
 """Reasons for which a rollout is rejected, and what they mean."""

@@ -46,6 +46,8 @@ def as_rewards(functions: Sequence[RewardFunction | Reward]) -> tuple[Reward, ..
     """Plain functions get weight 1; equal names are refused, since records go by them."""
     rewards = tuple(each if isinstance(each, Reward) else Reward(each) for each in functions)
     labels = [reward.label for reward in rewards]
+    if not all(math.isfinite(reward.weight) for reward in rewards):
+        raise ValueError(f"the weights are {[reward.weight for reward in rewards]}; they must be finite")
     if not rewards or len(set(labels)) != len(labels):
         raise ValueError(f"the task's reward functions are {labels}; there must be one, and names must differ")
     return rewards
@@ -77,7 +79,10 @@ async def score_group(
         if not part:
             raise RewardError("reward_invalid", f"no reward function applies to completion {index}")
     weights = {reward.label: reward.weight for reward in rewards}
-    return tuple(RewardScore(sum(weights[name] * value for name, value in part.items()), part) for part in parts)
+    totals = [sum(weights[name] * value for name, value in part.items()) for part in parts]
+    if not all(map(math.isfinite, totals)):
+        raise RewardError("reward_invalid", f"the weighted sums {totals} aren't finite")
+    return tuple(RewardScore(total, part) for total, part in zip(totals, parts, strict=True))
 
 
 async def _call(reward: Reward, prompts: Any, completions: Any, columns: dict[str, Any]) -> Any:
@@ -91,16 +96,24 @@ async def _call(reward: Reward, prompts: Any, completions: Any, columns: dict[st
 def _checked(reward: Reward, answer: Any, count: int) -> list[float | None]:
     if hasattr(answer, "tolist"):  # numpy arrays and tensors
         answer = answer.tolist()
-    if not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != count:
+    if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)) or len(answer) != count:
         size = len(answer) if isinstance(answer, Sequence) else type(answer).__name__
         raise RewardError("reward_invalid", f"{reward.label} returned {size} for {count} completions; one number each")
     values: list[float | None] = []
     for index, value in enumerate(answer):
-        if hasattr(value, "item"):
-            value = value.item()
-        is_number = isinstance(value, (int, float)) and math.isfinite(value)
-        if value is not None and not is_number:
+        number = None if value is None else _finite(value)
+        if value is not None and number is None:
             raise RewardError("reward_invalid", f"{reward.label} returned {value!r:.100} for completion {index}; "
                               "rewards are finite numbers, or None where the function doesn't apply")  # fmt: skip
-        values.append(None if value is None else float(value))
+        values.append(number)
     return values
+
+
+def _finite(value: Any) -> float | None:
+    """The number that a value is, also one of numpy's or torch's; None where it is none, or not finite."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        number = float(plain) if isinstance(plain, (int, float)) else math.nan
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

@@ -79,7 +79,11 @@ class Scorer:
         if not answer.endswith(b"\n"):
             await self.close()
             raise RewardError("reward_crashed", f"the reward functions' process ended with {process.returncode}")
-        values = json.loads(answer)
+        try:
+            values = json.loads(answer)
+        except ValueError:
+            await self.close()
+            raise RewardError("reward_crashed", f"the reward functions' process said {answer[:80]!r}") from None
         if "reason" in values:
             raise RewardError(values["reason"], values["message"])
         return tuple(RewardScore(each["total"], each["parts"]) for each in values["scores"])
@@ -96,6 +100,9 @@ class Scorer:
                 ready = await process.stdout.readline()
         except TimeoutError:
             ready = b""
+        except BaseException:
+            await self.close()  # its "ready" would be taken for an answer
+            raise
         if ready != b"ready\n":
             await self.close()
             raise RewardError("reward_crashed", f"the reward functions' process didn't start within {START_S} s")

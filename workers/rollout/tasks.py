@@ -39,6 +39,8 @@ def load_task(source: str, rewards: str = "", options: str = "") -> Task:
         arguments = json.loads(options or "{}")
     except ValueError as error:
         raise ConfigError("task.options", f"is {options!r}; must be a JSON object: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ConfigError("task.options", f"is {options!r}; must be a JSON object")
     if rewards and not source.startswith("jsonl:"):
         raise ConfigError("task.rewards", f"is {rewards!r}; only a jsonl: source takes it, others bring their own")
     try:
@@ -119,7 +121,7 @@ def jsonl_task(path: Path, rewards: Sequence[Reward]) -> Task:
     All other keys are columns for the reward functions."""
     splits: dict[str, list[Prompt]] = {TRAIN: [], HELD_OUT: []}
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             row = json.loads(line)
             if not isinstance(row, dict):
@@ -139,7 +141,7 @@ def jsonl_task(path: Path, rewards: Sequence[Reward]) -> Task:
 
 def _prompt_of(row: Mapping[str, Any], prompt_id: str) -> Prompt:
     columns = {name: value for name, value in row.items() if name not in ("id", "split", "messages", "prompt")}
-    asked = row.get("messages", row.get("prompt"))
+    asked = row.get("messages") or row.get("prompt")
     messages: tuple[Message, ...] = ()
     if isinstance(asked, str):
         return Prompt(prompt_id, text=asked, columns=columns)

@@ -14,6 +14,7 @@ import os
 from collections import deque
 from typing import Any
 
+from ...ipc.errors import ConfigError
 from ...ipc.ring import RingReader, RingWriter
 from ..trainer.config import TrainConfig
 from .generator import RolloutGenerator, RolloutRejectedError
@@ -41,9 +42,10 @@ class RolloutWorker:
         self._scorer = scorer
         self._orders, self._results = rings
         self._config = config
-        self._in_work: dict[int, asyncio.Task[None]] = {}
+        self._in_work: dict[int, tuple[RolloutOrder, asyncio.Task[None]]] = {}
         self._waiting: deque[RolloutOrder] = deque()
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[RolloutOrder | None, bytes]] = deque()
+        """Frames to send, and the order that each answers."""
         self._news = asyncio.Event()
 
     async def run(self) -> None:
@@ -51,7 +53,7 @@ class RolloutWorker:
         loop = asyncio.get_running_loop()
         for source in (self._orders, self._results):
             loop.add_reader(source.fileno(), self._news.set)
-        self._say(WorkerJoined(os.getpid()))
+        self._say(None, WorkerJoined(os.getpid()))
         try:
             while True:
                 self._take_orders()
@@ -68,26 +70,35 @@ class RolloutWorker:
         finally:
             for source in (self._orders, self._results):
                 loop.remove_reader(source.fileno())
-            tasks = list(self._in_work.values())
+            tasks = [task for _, task in self._in_work.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take_orders(self) -> None:
         for frame in self._orders.pop_many(MAX_FRAMES):
-            _, order = RECORDS.decode(frame)
-            if order.order_id not in self._in_work and all(order.order_id != each.order_id for each in self._waiting):
-                self._waiting.append(order)
+            self._take_order(RECORDS.decode(frame)[1])
         self._orders.give_up()
+
+    def _take_order(self, order: RolloutOrder) -> None:
+        """An order that is here already is taken once; of another trainer's time it gives way to the new one, whose
+        answer must carry the new trainer's name."""
+        self._waiting = deque(each for each in self._waiting if each.order_id != order.order_id or each == order)
+        known, task = self._in_work.get(order.order_id, (None, None))
+        if known == order or order in self._waiting:
+            return
+        if task is not None:
+            task.cancel()
+        self._waiting.append(order)
 
     def _start_some(self) -> None:
         while self._waiting and len(self._in_work) < self._config.rollout.max_groups_per_worker:
             order = self._waiting.popleft()
-            self._in_work[order.order_id] = asyncio.create_task(self._work(order))
+            self._in_work[order.order_id] = order, asyncio.create_task(self._work(order))
 
     async def _work(self, order: RolloutOrder) -> None:
         try:
-            self._say(await self._make(order))
+            self._say(order, await self._make(order))
         except RolloutRejectedError as error:
             self._reject(order, error.reason, str(error), error.indices)
         except RewardError as error:
@@ -96,7 +107,8 @@ class RolloutWorker:
             log.exception("an order failed")
             self._reject(order, "internal", repr(error))
         finally:
-            self._in_work.pop(order.order_id, None)
+            if self._in_work.get(order.order_id, (None, None))[0] is order:
+                del self._in_work[order.order_id]
             self._news.set()
 
     async def _make(self, order: RolloutOrder) -> RolloutResult:
@@ -111,12 +123,22 @@ class RolloutWorker:
 
     def _reject(self, order: RolloutOrder, reason: str, message: str, indices: tuple[int, ...] = ()) -> None:
         log.warning("rollout rejected", extra={"order": order.order_id, "reason": reason, "detail": message[:500]})
-        self._say(RolloutRejected(order.order_id, order.incarnation, reason, message[:4000], indices))
+        self._say(order, RolloutRejected(order.order_id, order.incarnation, reason, message[:1000], indices))
 
-    def _say(self, message: Any) -> None:
-        self._outbox.append(RECORDS.encode(0, message))
+    def _say(self, order: RolloutOrder | None, message: Any) -> None:
+        self._outbox.append((order, RECORDS.encode(0, message)))
         self._flush()
 
     def _flush(self) -> None:
-        while self._outbox and self._results.try_push(self._outbox[0]):
+        while self._outbox:
+            order, frame = self._outbox[0]
+            try:
+                if not self._results.try_push(frame):
+                    return
+            except ConfigError as error:  # the frame is too long for the ring, however empty that is
+                self._outbox.popleft()
+                if order is None:
+                    raise
+                self._reject(order, "too_large", f"{error}; raise rollout.ring_mib")
+                continue
             self._outbox.popleft()

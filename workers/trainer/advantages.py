@@ -21,28 +21,26 @@ EPSILON = 1e-4
 
 def group_normalized(rewards: Groups) -> Advantages:
     """(r - mean) / (std + ε) within the group; std with n - 1. Source: Shao et al. 2024 (DeepSeekMath), sec. 4.1.2."""
-    return [[(reward - fmean(group)) / (_std(group) + EPSILON) for reward in group] for group in rewards]
+    return [[value / (_std(group) + EPSILON) for value in _centered(group)] for group in rewards]
 
 
 def group_centered(rewards: Groups) -> Advantages:
     """r - mean within the group; no division, which would weigh questions by their difficulty. Source: Liu et al. 2025
     (Dr. GRPO), sec. 3.2."""
-    return [[reward - fmean(group) for reward in group] for group in rewards]
+    return [_centered(group) for group in rewards]
 
 
 def leave_one_out(rewards: Groups) -> Advantages:
     """r - mean of the other completions of the group. Source: Kool et al. 2019; Ahmadian et al. 2024 (RLOO), sec.
     3.3."""
-    return [[len(group) / max(1, len(group) - 1) * (reward - fmean(group)) for reward in group] for group in rewards]
+    return [[len(group) / max(1, len(group) - 1) * value for value in _centered(group)] for group in rewards]
 
 
 def batch_normalized(rewards: Groups) -> Advantages:
     """(r - mean) / (std + ε) over the whole batch. Source: Hu et al. 2025 (REINFORCE++), sec. 3."""
     everything = [reward for group in rewards for reward in group]
-    if not everything:
-        return [[] for _ in rewards]
-    mean, std = fmean(everything), _std(everything)
-    return [[(reward - mean) / (std + EPSILON) for reward in group] for group in rewards]
+    scale, values = _std(everything) + EPSILON, iter(_centered(everything))
+    return [[next(values) / scale for _ in group] for group in rewards]
 
 
 def group_centered_batch_scaled(rewards: Groups) -> Advantages:
@@ -72,6 +70,14 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> fl
     if buffer_tokens <= 0:
         return 0.0
     return min(0.0, max(-1.0, (max_tokens - buffer_tokens - num_tokens) / buffer_tokens))
+
+
+def _centered(values: Sequence[float]) -> list[float]:
+    """Each less the mean; exactly 0 where all are equal, which the mean's own rounding would spoil."""
+    if not has_signal(values):
+        return [0.0] * len(values)
+    mean = fmean(values)
+    return [value - mean for value in values]
 
 
 def _std(values: Sequence[float]) -> float:

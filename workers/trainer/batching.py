@@ -109,6 +109,11 @@ def group_has_signal(result: RolloutResult, config: TrainConfig) -> bool:
     return bool(kept) and has_signal(kept)
 
 
+def behaviour_logprobs(completion: Completion, config: TrainConfig) -> tuple[float, ...]:
+    """Log-probs under the distribution that is trained: the one at the sampling temperature, without filters (P19)."""
+    return completion.raw_logprobs if config.rollout.temperature == 1.0 else completion.logprobs
+
+
 def lag_of(completion: Completion, base: int) -> int:
     """Versions between the oldest that had a part in a completion's tokens or their KV, and version `base` (V6)."""
     epochs = [*completion.versions, *completion.kv_versions]
@@ -152,7 +157,7 @@ def _sample(result: RolloutResult, at: int, advantage: float, base: int, config:
     count = len(completion.token_ids)
     return TrainSample(
         result.order_id, completion.index, completion.token_ids, (0.0 if is_masked else 1.0,) * count,
-        completion.logprobs if config.rollout.temperature != 1.0 else completion.raw_logprobs, (advantage,) * count,
+        behaviour_logprobs(completion, config), (advantage,) * count,
         lag_of(completion, base),
     )  # fmt: skip
 

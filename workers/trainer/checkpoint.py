@@ -136,6 +136,8 @@ def verify(directory: Path) -> None:
         found = {name: _digest(directory / name) for name in _files(directory) if name != DIGESTS}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory} can't be read: {error}") from error
+    if not isinstance(digests, dict):
+        raise CheckpointError(f"{directory / DIGESTS} isn't an object")
     wrong = sorted(name for name in {*digests, *found} if digests.get(name) != found.get(name))
     if wrong:
         raise CheckpointError(f"{directory} isn't what its digests say: {', '.join(wrong[:8])}")

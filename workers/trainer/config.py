@@ -39,6 +39,10 @@ RECIPES = {
 }
 
 
+SAMPLE_TOKEN_BYTES = 40
+"""Most bytes of one sampled token in a scored group: id, three log-probs, text."""
+
+
 @dataclass(frozen=True)
 class TaskConfig(Checked):
     """What is learnt."""
@@ -232,6 +236,13 @@ class TrainConfig(Checked):
             raise ConfigError(
                 "rollout.overlong_buffer_tokens",
                 f"is {rollout.overlong_buffer_tokens}, above rollout.max_tokens={rollout.max_tokens}",
+            )
+        group_bytes = rollout.group_size * rollout.max_tokens * SAMPLE_TOKEN_BYTES
+        if group_bytes > rollout.ring_mib << 19:
+            raise ConfigError(
+                "rollout.ring_mib",
+                f"is {rollout.ring_mib}; a group of {rollout.group_size} completions of {rollout.max_tokens} tokens "
+                f"may take {group_bytes} bytes, and half of the ring must hold it",
             )
         if self.algorithm.num_iterations > 1 and rollout.mode == "async":
             raise ConfigError(

@@ -221,10 +221,13 @@ class Ledger:
         for what, query in (
             ("orders in no known state", f"SELECT count(*) FROM orders WHERE state NOT IN ({known})"),
             ("orders trained by no step",
-             "SELECT count(*) FROM orders WHERE state = 'trained' AND step NOT IN (SELECT step FROM steps)"),
+             "SELECT count(*) FROM orders WHERE state = 'trained' AND "
+             "coalesce(step, -1) NOT IN (SELECT step FROM steps)"),
             ("trained or evaluated orders with samples missing",
              "SELECT count(*) FROM orders o WHERE state IN ('trained', 'evaluated') AND num_samples != "
              "(SELECT count(*) FROM samples s WHERE s.order_id = o.order_id)"),
+            ("open orders with samples",
+             "SELECT count(*) FROM orders WHERE state = 'issued' AND order_id IN (SELECT order_id FROM samples)"),
             ("samples of no order", "SELECT count(*) FROM samples WHERE order_id NOT IN (SELECT order_id FROM orders)"),
             ("steps whose number isn't their rank",
              "SELECT count(*) FROM (SELECT step, row_number() OVER (ORDER BY step) AS place FROM steps) "
@@ -252,12 +255,17 @@ class Ledger:
         return None if row is None else row[0]
 
     def _add_version(self, version: PolicyVersion, step: int) -> None:
+        known = self._one("SELECT digest FROM versions WHERE ordinal = ?", version.ordinal)
+        if known not in (None, version.digest):
+            raise InvariantError(f"version {version.ordinal} was live with digest {known}, not {version.digest} (V1)")
         self._db.execute(
             "INSERT OR IGNORE INTO versions VALUES (?, ?, ?, ?)", (version.ordinal, version.digest, step, time())
         )
 
     def _end(self, ends: Mapping[int, OrderEnd], step: int) -> None:
         for order_id, end in ends.items():
+            if end.state not in FINAL_STATES:
+                raise InvariantError(f"order {order_id} can't become {end.state!r}; ends are {', '.join(FINAL_STATES)}")
             tokens = None if end.result is None else pack_ints(end.result.prompt_ids)
             changed = self._db.execute(
                 "UPDATE orders SET state = ?, reason = ?, detail = ?, step = ?, prompt_tokens = ?, ended_at = ? "

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from .config import AlgorithmConfig
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut off here on both sides."""
+
 
 @dataclass(frozen=True, eq=False)
 class LossTokens:
@@ -81,6 +84,11 @@ def sequence_lengths(tokens: LossTokens) -> Tensor:
     return sequence_sum(torch.ones_like(tokens.mask), tokens).clamp(min=1.0)
 
 
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """e^x, kept finite: beyond e^20 every objective has clipped long since, and infinity times 0 is no gradient."""
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     is_clipped = ((ratio < 1.0 - config.clip_low) & (advantages < 0)) | (
@@ -92,20 +100,20 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tupl
 def token_clipped(tokens: LossTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective with one ratio per token. Source: Schulman et al. 2017, eq. 7; with `clip_high` above
     `clip_low`: Yu et al. 2025 (DAPO), sec. 3.1."""
-    return _clipped(torch.exp(tokens.logprobs - tokens.anchor), tokens.advantages, config)
+    return _clipped(_ratio(tokens.logprobs - tokens.anchor), tokens.advantages, config)
 
 
 def sequence_clipped(tokens: LossTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The same with the geometric mean of a sequence's ratios in place of each. Source: Zheng et al. 2025 (GSPO), eq.
     5–7."""
     mean = sequence_sum(tokens.logprobs - tokens.anchor, tokens) / sequence_lengths(tokens)
-    return _clipped(torch.exp(mean)[tokens.sequence], tokens.advantages, config)
+    return _clipped(_ratio(mean)[tokens.sequence], tokens.advantages, config)
 
 
 def sequence_product(tokens: LossTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The same with the product of a sequence's ratios, as one action. Source: Ahmadian et al. 2024 (RLOO), sec. 3."""
     total = sequence_sum(tokens.logprobs - tokens.anchor, tokens)
-    loss, is_clipped = _clipped(torch.exp(total)[tokens.sequence], tokens.advantages, config)
+    loss, is_clipped = _clipped(_ratio(total)[tokens.sequence], tokens.advantages, config)
     # The sequence's one term is shared out over its tokens; their sum is the term.
     return loss / sequence_lengths(tokens)[tokens.sequence], is_clipped
 
@@ -113,7 +121,7 @@ def sequence_product(tokens: LossTokens, config: AlgorithmConfig) -> tuple[Tenso
 def clipped_weight(tokens: LossTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """REINFORCE with the ratio as a bounded weight, so that no token loses its gradient. Source: MiniMax 2025 (CISPO),
     eq. 4–5; the bound is 1 + `clip_high`."""
-    ratio = torch.exp(tokens.logprobs - tokens.anchor).detach()
+    ratio = _ratio(tokens.logprobs - tokens.anchor).detach()
     bounded = ratio.clamp(max=1.0 + config.clip_high)
     return -bounded * tokens.advantages * tokens.logprobs, ratio > bounded
 
@@ -167,14 +175,14 @@ def correction_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     low, high = config.correction_low, config.correction_high
     log_ratio = (tokens.anchor - tokens.behaviour).detach()
     if config.correction == "tis":
-        return torch.exp(log_ratio).clamp(max=high)
+        return _ratio(log_ratio).clamp(max=high)
     if config.correction == "icepop":
-        ratio = torch.exp(log_ratio)
+        ratio = _ratio(log_ratio)
         return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
     total = sequence_sum(log_ratio, tokens)
     if config.correction == "sequence_tis":
-        return torch.exp(total).clamp(max=high)[tokens.sequence]
-    mean = torch.exp(total / sequence_lengths(tokens))[tokens.sequence]
+        return _ratio(total).clamp(max=high)[tokens.sequence]
+    mean = _ratio(total / sequence_lengths(tokens))[tokens.sequence]
     return ((mean >= low) & (mean <= high)).to(mean.dtype)
 
 
@@ -188,5 +196,5 @@ def policy_loss(tokens: LossTokens, scale: LossScale, config: AlgorithmConfig) -
             raise ValueError("there is a KL term in the loss, but no log-probs of a reference")
         per_token = per_token + config.kl_coef * kl_estimate(tokens.logprobs, tokens.reference, config.kl_estimator)
     loss = (per_token * token_weights(tokens, scale, config.recipe.aggregation)).sum()
-    ratio = torch.exp((tokens.logprobs - tokens.anchor).detach())
+    ratio = _ratio((tokens.logprobs - tokens.anchor).detach())
     return LossTerms(loss, is_clipped.detach(), ratio, weight)

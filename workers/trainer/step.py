@@ -19,7 +19,7 @@ from torch import Tensor
 from ...engine.models.layout import DecoderWeights
 from ...engine.models.loader import load_into
 from ..rollout.records import RolloutResult
-from .batching import TokenColumns, TrainBatch, TrainGroup, as_groups, micro_batches
+from .batching import TokenColumns, TrainBatch, TrainGroup, as_groups, behaviour_logprobs, micro_batches
 from .config import TrainConfig
 from .losses import LossTerms, LossTokens, kl_estimate, policy_loss
 from .policy import TrainablePolicy
@@ -94,7 +94,8 @@ class BatchGradient:
         for result in results:
             completions = [completion.token_ids for completion in result.completions]
             reference = self._reference_logprobs([(result.prompt_ids, completions)])
-            behaviour = torch.tensor([value for each in result.completions for value in each.raw_logprobs])
+            drawn = [value for each in result.completions for value in behaviour_logprobs(each, self._config)]
+            behaviour = torch.tensor(drawn)
             kl = kl_estimate(behaviour, reference, algorithm.kl_estimator).split([len(ids) for ids in completions])
             found[result.order_id] = tuple(algorithm.kl_coef * float(part.sum()) for part in kl)
         return found

@@ -60,8 +60,9 @@ def test_one_bos() -> None:
     assert renderer(template=with_bos).encode(chat(("user", "ab"))) == (BOS, *ids_of("ab"))
     with pytest.raises(InvalidRequestError, match="two BOS"):
         renderer(template="<s>" + with_bos).encode(chat(("user", "ab")))
-    meant = chat(("user", "<s>ab"))
-    assert renderer(template=with_bos).encode(meant)[:2] == (BOS, BOS)
+    with pytest.raises(InvalidRequestError, match="two BOS"):
+        renderer("SYS", with_bos).encode(chat(("system", "<s>"), ("user", "<s>ab")))
+    assert renderer().encode(Prompt("p", text="<s>ab")) == (BOS, *ids_of("ab"))
 
 
 def test_texts_and_refusals() -> None:

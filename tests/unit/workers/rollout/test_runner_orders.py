@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import permutations
@@ -166,16 +167,24 @@ def test_the_seed_decides_prompts_and_draws(tmp_path: Path) -> None:
     assert asked[0] == asked[1] and not set(asked[1]) & set(asked[2])
 
 
-def test_orders_are_in_the_ledger_before_they_are_sent(workers: Workers) -> None:
+def test_an_order_that_cannot_be_recorded_is_not_sent(workers: Workers) -> None:
     """P28: a trainer that dies at any moment leaves a record of whatever a worker has seen."""
+    runner = workers.runner()
+    with closing(sqlite3.connect(workers.path)) as other:
+        other.execute("ALTER TABLE orders RENAME TO gone")
+        for ask in (lambda: runner.next_batch(0, 0, take_all), lambda: runner.evaluate(2, 2, 0)):
+            with pytest.raises(sqlite3.OperationalError):
+                ask()
+    assert workers.take() == []
+
+
+def test_what_was_asked_for_is_in_the_ledger(workers: Workers) -> None:
+    """P28: prompt, seed and size of every order that a worker sees, so that a successor can ask for the same."""
 
     def look(them: Workers) -> bool:
-        orders = them.take()
-        with closing(Ledger(them.path)) as other:
-            recorded = {row[0]: row[1:] for row in other.issued()}
-        for order in orders:
-            expected = (order.prompt_index, order.prompt_id, order.num_samples, order.seed)
-            assert recorded[order.order_id] == expected
+        recorded = {row[0]: row[1:] for row in them.ledger.issued()}
+        for order in them.take():
+            assert recorded[order.order_id] == (order.prompt_index, order.prompt_id, order.num_samples, order.seed)
             them.say(scored(order))
         return False
 

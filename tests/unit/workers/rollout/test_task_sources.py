@@ -26,8 +26,8 @@ def near_misses(name: str, answer: str) -> list[str]:
     if name == "add-numbers":
         number = int(answer)
         return [str(number + 1), f"-{number + 1}", f"{number}1", f"It is {number}, I think", f"{number} {number}"]
-    words = answer.split()
-    return [" ".join(reversed([*words, "zzz"])), f"{answer} indeed", f"Sure! Here it is: {answer}", answer[:-1], "zzz"]
+    longer = [f"{answer} indeed", f"Sure! Here it is: {answer}", answer[:-1], "zzz"]
+    return [" ".join(reversed(answer.split())), *longer] if name == "sort-words" else longer
 
 
 @pytest.mark.parametrize("name", BUILTIN_TASKS)
@@ -46,6 +46,15 @@ def test_rewards_of_built_in_tasks_tell_wrong_answers_apart(name: str) -> None:
     task = load_task(name)
     prompt = task.train[0]
     assert len(set(totals(task, prompt, *near_misses(name, prompt.columns["answer"])))) > 1
+
+
+@pytest.mark.parametrize("name", ["sort-words", "last-word"])
+def test_what_stands_around_the_answer_costs(name: str) -> None:
+    """The more words besides the right ones, the less: there is a way from talking to answering."""
+    task = load_task(name)
+    answer = task.train[0].columns["answer"]
+    found = totals(task, task.train[0], answer, f"{answer} indeed", f"{answer} is what I would say", "nothing of it")
+    assert found == sorted(set(found), reverse=True) and found[-1] == 0.0
 
 
 @pytest.mark.parametrize("name", BUILTIN_TASKS)
@@ -257,12 +266,14 @@ def test_unknown_sources(source: str) -> None:
 def test_reasoning_gym_twice() -> None:
     """P45: every process has the same rows and splits, and no question is in both; right answers earn 1."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
-    options = '{"num_train": 24, "num_held_out": 8, "seed": 5, "max_terms": 3, "max_digits": 1}'
+    shape = {"seed": 5, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    options = json.dumps(shape | {"num_train": 180, "num_held_out": 20})
     task, again = (load_task("reasoning_gym:basic_arithmetic", options=options) for _ in range(2))
     assert task.train == again.train and task.held_out == again.held_out
     questions = [{prompt.messages[0]["content"] for prompt in split} for split in (task.train, task.held_out)]
     assert not questions[0] & questions[1] and len(questions[0]) == len(task.train)
-    dataset = reasoning_gym.create_dataset("basic_arithmetic", size=32, seed=5, max_terms=3, max_digits=1)
+    assert len(task.held_out) == 20 and len(task.train) < 180, "the data set repeats questions; the test needs it to"
+    dataset = reasoning_gym.create_dataset("basic_arithmetic", size=200, **shape)
     for prompt in (*task.train[:4], *task.held_out[:4]):
         row = dataset[prompt.columns["row"]]
         assert row["question"] in prompt.messages[0]["content"]

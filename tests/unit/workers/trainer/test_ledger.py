@@ -56,6 +56,12 @@ def evaluated() -> OrderEnd:
     return OrderEnd("evaluated", result=result(HELD_OUT_IDS, [1.0, 0.0]))
 
 
+def dump(folder: Path) -> list[str]:
+    """The whole content, for comparing."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        return list(db.iterdump())
+
+
 def run_steps(ledger: Ledger, count: int) -> None:
     ledger.add_version(version(0), 0)
     for step in range(1, count + 1):
@@ -86,6 +92,80 @@ def test_nothing_ends_twice(ledger: Ledger) -> None:
     with pytest.raises(InvariantError, match="isn't issued"):
         ledger.end_orders({99: OrderEnd("rejected", "aborted")}, 0)
     assert ledger.check() == []
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_step_that_fails_leaves_nothing(ledger: Ledger, tmp_path: Path, at: int) -> None:
+    """P3: wherever among its orders it fails, and where its number is taken: step, version, ends and samples are all
+    as they were, and the same step can be committed after it."""
+    run_steps(ledger, 1)
+    ledger.issue([order(1), order(2)])
+    before = dump(tmp_path)
+    ends: list[tuple[int, OrderEnd]] = [(1, trained(1)), (2, trained(2))]
+    ends.insert(at, (99, trained(99)))
+    with pytest.raises(InvariantError, match="order 99"):
+        ledger.commit_step(record(2), dict(ends))
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.commit_step(StepRecord(1, version(1), version(7), 4, {}), {1: trained(1)})
+    assert dump(tmp_path) == before
+    ledger.commit_step(record(2), {1: trained(1), 2: trained(2)})
+    assert ledger.check() == [] and ledger.count_by_state() == {"trained": 3}
+
+
+@pytest.mark.parametrize("first", ["trained", "dropped", "rejected", "evaluated"])
+@pytest.mark.parametrize("second", ["trained", "dropped", "rejected", "evaluated"])
+def test_an_end_is_the_end(ledger: Ledger, tmp_path: Path, first: str, second: str) -> None:
+    """P28: no state but `issued` is left, in whatever direction, by whichever call."""
+    run_steps(ledger, 1)
+    ledger.issue([order(1), order(2)])
+    ledger.end_orders({1: OrderEnd(first, "why", result=result(1, [0.0, 1.0]))}, 1)
+    before = dump(tmp_path)
+    twice = {2: OrderEnd("rejected", "aborted"), 1: OrderEnd(second, "why")}
+    for call in (
+        lambda: ledger.end_orders(twice, 2), lambda: ledger.commit_step(record(2), twice),
+        lambda: ledger.commit_evaluation(2, version(2), 0.0, twice),
+    ):  # fmt: skip
+        with pytest.raises(InvariantError, match=f"order 1 can't become {second}"):
+            call()
+    assert dump(tmp_path) == before
+
+
+def test_orders_that_are_sent_again_are_counted(ledger: Ledger) -> None:
+    """P29: the second issue is the same order: its prompt, seed and place stay, only `num_issues` goes up."""
+    ledger.issue([order(0)])
+    before = ledger.issued()
+    ledger.issue([order(0), order(1)])
+    assert ledger.issued()[:1] == before and ledger.next_order_id == 2
+    assert ledger._db.execute("SELECT num_issues FROM orders ORDER BY order_id").fetchall() == [(2,), (1,)]
+
+
+def test_rewinding_takes_back_evaluations(ledger: Ledger) -> None:
+    """P45: those after the step are forgotten with their samples, those before it stay; a second rewind does nothing
+    more."""
+    run_steps(ledger, 2)
+    for step in (1, 2):
+        number = HELD_OUT_IDS + step
+        ledger.issue([order(number, HELD_OUT)])
+        ledger.commit_evaluation(
+            step, version(step), 0.5, {number: OrderEnd("evaluated", result=result(number, [1, 0]))}
+        )
+    assert ledger.rewind(1) == 1
+    assert ledger.count_by_state() == {"trained": 1, "evaluated": 1, "issued": 1}
+    assert ledger._db.execute("SELECT step FROM evaluations").fetchall() == [(1,)]
+    with_samples = ledger._db.execute("SELECT DISTINCT order_id FROM samples ORDER BY order_id").fetchall()
+    assert with_samples == [(0,), (HELD_OUT_IDS + 1,)]
+    assert ledger.rewind(1) == 0 and ledger.check() == []
+    assert ledger._db.execute("SELECT step, num_steps_undone FROM resumes").fetchall() == [(1, 1), (1, 0)]
+
+
+def test_rewinding_to_the_beginning(ledger: Ledger) -> None:
+    """P28: step 0 undoes all; every prompt is open again with its seed, and ordinals aren't used again."""
+    run_steps(ledger, 4)
+    ledger.issue([order(4)])
+    ledger.end_orders({4: OrderEnd("dropped", "stale", result=result(4, [0.0, 1.0]))}, 5)
+    assert ledger.rewind(0) == 4
+    assert [(row[0], row[4]) for row in ledger.issued()] == [(at, at + 100) for at in range(5)]
+    assert ledger._one("SELECT count(*) FROM samples") == 0 and ledger.highest_ordinal == 4 and ledger.check() == []
 
 
 def test_rewind(ledger: Ledger) -> None:
@@ -132,6 +212,20 @@ def test_readers_see_it_while_it_is_written(ledger: Ledger, tmp_path: Path) -> N
     assert unpack_ints(tokens) == completion().token_ids and unpack_floats(logprobs) == completion().raw_logprobs
     assert versions == "[[0, 0, 3]]" and text == "text"
     assert unpack_ints(pack_ints(())) == () and unpack_floats(pack_floats((0.5,))) == (0.5,)
+
+
+def test_a_reader_keeps_what_it_began_with(ledger: Ledger, tmp_path: Path) -> None:
+    """Who reads neither waits for the writer nor holds it up, and sees whole steps only."""
+    run_steps(ledger, 1)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite", timeout=0, isolation_level=None)) as reader:
+        counts = "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM samples)"
+        reader.execute("BEGIN")
+        assert reader.execute(counts).fetchone() == (1, 2)
+        ledger.issue([order(1)])
+        ledger.commit_step(record(2), {1: trained(1)})
+        assert reader.execute(counts).fetchone() == (1, 2)
+        reader.execute("COMMIT")
+        assert reader.execute(counts).fetchone() == (2, 4)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:

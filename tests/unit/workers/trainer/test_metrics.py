@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness.rollouts import completion, result
 from unison.ipc.types import FinishReason
+from unison.workers.rollout.records import RewardScore
 from unison.workers.trainer.metrics import METRICS_FILE, MetricsWriter, bias_report, read_metrics, rollout_metrics
 
 
@@ -39,6 +41,35 @@ def test_rollout_metrics() -> None:
     found = rollout_metrics([result(0, [1.0, 0.0], cut), result(1, [0.5, 0.5])])
     assert found["reward"] == 0.5 and found["truncated"] == 0.25 and found["zero_variance"] == 0.5
     assert found["length"] == 4.0 and found["length_max"] == 8.0
+
+
+def test_parts_of_the_reward() -> None:
+    """P46: with several functions each has its own mean, over the completions to which it applies."""
+    parts = ({"a": 1.0, "b": 2.0}, {"a": 1.0}, {"a": 0.5, "b": 0.5}, {"b": 1.0})
+    scores = [RewardScore(sum(each.values()), each) for each in parts]
+    groups = [replace(result(at, [0.0, 0.0]), rewards=tuple(scores[2 * at : 2 * at + 2])) for at in range(2)]
+    found = rollout_metrics(groups)
+    assert found["reward"] == 1.5 and found["reward_std"] == pytest.approx(0.75**0.5)
+    assert found["reward/a"] == pytest.approx(2.5 / 3) and found["reward/b"] == pytest.approx(3.5 / 3)
+    assert not any(name.startswith("reward/") for name in rollout_metrics([result(0, [3.0, 1.0])]))
+
+
+def test_a_run_without_metrics(tmp_path: Path) -> None:
+    """Nothing was written yet: there are no rows, and a writer begins an empty file."""
+    assert read_metrics(tmp_path) == []
+    MetricsWriter(tmp_path, 5, False).close()
+    assert (tmp_path / METRICS_FILE).read_text() == "" and not list(tmp_path.glob("*.partial"))
+
+
+def test_evaluations_are_undone_too(tmp_path: Path) -> None:
+    """P45, P46: rows of either kind go by their step; what stays is as it was written."""
+    writer = MetricsWriter(tmp_path, 0, False)
+    for kind, step in (("evaluation", 0), ("step", 1), ("evaluation", 1), ("step", 2), ("evaluation", 2)):
+        writer.write(kind, step, {"reward": 0.25})
+    writer.close()
+    before = read_metrics(tmp_path)
+    MetricsWriter(tmp_path, 1, False).close()
+    assert read_metrics(tmp_path) == before[:3]
 
 
 def test_bias_report() -> None:
