@@ -176,7 +176,7 @@ def test_every_objective_runs(
     )  # fmt: skip
     first = process.steps()[0]
     assert (first["ratio_max_deviation"], first["canary_max_difference"]) == (0.0, 0.0)
-    assert all(row["grad_norm"] > 0 for row in process.steps())
+    assert [row["version"] for row in process.steps()] == [1, 2]
 
 
 def test_several_steps_on_one_batch(model: Path, task: str, tmp_path: Path) -> None:
