@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +26,8 @@ from .task import Task
 from .tasks import load_task
 
 MAX_LINE_BYTES = 64 << 20
+END_S = 5.0
+"""Longest wait for the end of a process that has closed its output."""
 START_S = 60.0
 """Longest start of the process until the task is loaded there."""
 
@@ -77,6 +80,10 @@ class Scorer:
             await self.close()  # its answer would be taken for the next one's
             raise
         if not answer.endswith(b"\n"):
+            # Waited for before it is killed: a kill would reap it, and its exit code with it.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await process.wait()
             await self.close()
             raise RewardError("reward_crashed", f"the reward functions' process ended with {process.returncode}")
         try:
