@@ -26,7 +26,7 @@ from ..trainer.metrics import read_metrics
 READ_S = 0.02
 NUM_STREAMS, STREAM_TOKENS = 16, 256
 Reading = tuple[float, int, int]
-"""Time, tokens generated so far, sequences running."""
+"""Time, tokens decoded so far, sequences running."""
 
 
 def measure_generation_during_updates(model: Path, dtype: str, steps: int) -> dict[str, float]:
@@ -60,7 +60,7 @@ def _read(run_dir: Path, process: subprocess.Popen[bytes]) -> list[Reading]:
             streams.start()
             while process.poll() is None:
                 status = client.status()
-                readings.append((time(), status.counters["num_generated_tokens"], status.num_running))
+                readings.append((time(), status.counters["num_decode_tokens"], status.num_running))
                 sleep(READ_S)
     except UnisonError:  # the run has ended
         process.wait()

@@ -45,7 +45,7 @@ OPTIONS = {
 @click.option("--max-tokens", type=int, help="Longest completion; 256 by default.")
 @click.option("--temperature", type=float, help="Of the samples; 1 by default.")
 @click.option("--learning-rate", type=float, help="Highest learning rate; 1e-5 by default.")
-@click.option("--device", help="cpu, cuda or cuda:N; cpu by default.")
+@click.option("--device", help="cpu; training on a GPU is refused for now.")
 @click.option("--dtype", help="bfloat16 (default) or float32.")
 @click.option("--serve-port", type=int, help="Serve the policy over HTTP on this port while it is trained; 0: any.")
 @click.option("--keep-serving", is_flag=True, help="Go on serving after the last step, until Ctrl-C.")

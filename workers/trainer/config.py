@@ -237,6 +237,10 @@ class TrainConfig(Checked):
                 "rollout.overlong_buffer_tokens",
                 f"is {rollout.overlong_buffer_tokens}, above rollout.max_tokens={rollout.max_tokens}",
             )
+        if not self.serve.engine.device.startswith("cpu"):
+            raise ConfigError(
+                "serve.engine.device", f"is {self.serve.engine.device}; training runs on the CPU only, for now"
+            )
         group_bytes = rollout.group_size * rollout.max_tokens * SAMPLE_TOKEN_BYTES
         if group_bytes > rollout.ring_mib << 19:
             raise ConfigError(

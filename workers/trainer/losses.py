@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .config import AlgorithmConfig
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 60.0
 """Log-ratios are cut off here on both sides."""
 
 
@@ -85,7 +85,7 @@ def sequence_lengths(tokens: LossTokens) -> Tensor:
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    """e^x, kept finite: beyond e^20 every objective has clipped long since, and infinity times 0 is no gradient."""
+    """e^x, kept finite: infinity times 0 is no gradient."""
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

@@ -155,7 +155,7 @@ class PolicyOptimizer:
         return {"num_steps": self.num_steps, "schedule": self._schedule.state_dict()["last_epoch"]}
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Go on where another optimizer's `tensors` and `scalars` were taken.
+        """Go on where another optimizer's `tensors` and `scalars` were taken; for an optimizer that was just built.
 
         Raises:
             TrainingError: they are of another model.

@@ -68,7 +68,6 @@ def computed(
 ) -> tuple[torch.Tensor, StepAccount]:
     """Gradient and account of one step."""
     policy = policy_of(seed)
-    policy.gradient.fill_(7.0)  # of a step before
     account = BatchGradient(policy, settings, base_model).compute(make_batch(results, settings, 0, {}))
     return policy.gradient, account
 
@@ -93,6 +92,18 @@ def test_the_budget_changes_nothing(name: str, base_model: Path) -> None:
         assert float((gradient - whole).abs().max() / whole.abs().max()) <= 1e-6
         assert again.metrics() == pytest.approx(account.metrics(), rel=1e-5, abs=1e-6)
         assert again.num_compared == account.num_compared == 21
+
+
+def test_a_step_forgets_the_one_before() -> None:
+    """The gradient is of one batch alone: what another one left in the policy has no part in it."""
+    settings, results = config(), drawn(0)
+    alone, _ = computed(settings, results[:2])
+    policy = policy_of(0)
+    step = BatchGradient(policy, settings, NOWHERE)
+    step.compute(make_batch(results, settings, 0, {}))
+    assert not torch.equal(policy.gradient, alone)
+    step.compute(make_batch(results[:2], settings, 0, {}))
+    assert torch.equal(policy.gradient, alone)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
