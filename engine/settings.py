@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from ..ipc.errors import ConfigError
@@ -22,7 +23,7 @@ class Checked:
     """Checks every field against its own metadata; parts check themselves."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints_of(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if not is_dataclass(value):
@@ -48,7 +49,7 @@ def check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None
 def from_dict(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
     """Build a configuration class from nested mappings; an unknown key is refused with its dotted name (P4)."""
     known = {item.name: item for item in fields(kind)}
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)
     arguments = {}
     for key, value in values.items():
         if key not in known:
@@ -56,7 +57,7 @@ def from_dict(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
         if known[key].default_factory is not MISSING:
             if not isinstance(value, Mapping):
                 raise ConfigError(
-                    prefix + key, f"is {value!r}; must be a table of {', '.join(get_type_hints(hints[key]))}"
+                    prefix + key, f"is {value!r}; must be a table of {', '.join(_hints_of(hints[key]))}"
                 )
             value = from_dict(hints[key], value, f"{prefix}{key}.")
         arguments[key] = value
@@ -70,3 +71,9 @@ def to_dict(part: Any) -> dict[str, Any]:
     """Nested plain values, the inverse of `from_dict`."""
     values = {item.name: getattr(part, item.name) for item in fields(part)}
     return {name: to_dict(value) if is_dataclass(value) else value for name, value in values.items()}
+
+
+@cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    """Type hints by field name. Kept, since annotations are strings in the sources and take long to evaluate."""
+    return get_type_hints(kind)

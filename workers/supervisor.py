@@ -217,19 +217,22 @@ class Supervisor:
     # ---- children ----------------------------------------------------------------------------------------------------
 
     def _spawn(self, name: str, module: str, fds: dict[str, int], **extra: Any) -> Child:
-        config = self._config.to_dict() | {"run_dir": str(self.run_dir)}
-        message = {"serve": config, "log_level": self._config.log_level, **extra}
+        message = {"name": name, "log_level": self._config.log_level, **extra}
         child = Child.spawn(name, module, message, fds, self.run_dir / f"{name}.log")
         self._tell_janitor(f"+{child.pid}")
         return child
 
     def _spawn_worker(self) -> Child:
         fds = {"arena": self._arena_fd} if self._arena_fd >= 0 else {}
-        return self._spawn("worker", "unison.workers.gpu", fds, token=self._token)
+        return self._spawn("worker", "unison.workers.gpu", fds, serve=self._serve_config(), token=self._token)
 
     def _spawn_server(self) -> Child:
         assert self._listening is not None
-        return self._spawn("server", "unison.workers.network", {"listen": self._listening.fileno()})
+        fds = {"listen": self._listening.fileno()}
+        return self._spawn("server", "unison.workers.network", fds, serve=self._serve_config())
+
+    def _serve_config(self) -> dict[str, Any]:
+        return self._config.to_dict() | {"run_dir": str(self.run_dir)}
 
     def _start_janitor(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

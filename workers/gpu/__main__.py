@@ -17,10 +17,9 @@ import zmq
 
 from ...ipc.address import Address, socket_path, write_address
 from ...ipc.channel import ChannelConfig, Listener
-from ...ipc.errors import InvariantError, UnisonError
+from ..child import BEAT_S, run_child
 from ..config import ServeConfig
-from ..logs import setup_logging
-from ..process import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, Parent
+from ..process import EXIT_OK, Parent
 from .report import WorkerGauges
 
 if TYPE_CHECKING:
@@ -29,30 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-"""How often the supervisor is told that the loop turns."""
 
-
-def main() -> int:
+def serve(parent: Parent) -> int:
     """Run one worker; returns the exit code."""
-    parent = Parent.join()
-    setup_logging("worker", parent.config["log_level"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return _serve(parent)
-    except InvariantError:
-        log.exception("a promise of ours is broken")
-        return EXIT_FAULT
-    except UnisonError as error:
-        log.error("can't serve", extra={"reason": str(error), "kind": type(error).__name__})
-        parent.report("failed", message=str(error))
-        return EXIT_CONFIG
-    except Exception:  # the outermost loop: whatever broke is written down, and the process ends
-        log.exception("the worker failed")
-        return EXIT_FAULT
-
-
-def _serve(parent: Parent) -> int:
     # torch and the engine are imported late, so that a refused start is quick.
     import torch
 
@@ -126,4 +104,4 @@ class _Beat:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(serve))

@@ -12,35 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from ...ipc.async_client import AsyncClient, ClientConfig
-from ...ipc.errors import UnisonError
 from ...ipc.types import SamplingParams
+from ..child import beat, run_child
 from ..config import ServeConfig
-from ..logs import setup_logging
-from ..process import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, Parent
+from ..process import EXIT_OK, Parent
 from .settings import NetworkSettings
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-"""How often the supervisor is told that the event loop turns."""
 
-
-def main() -> int:
+def serve(parent: Parent) -> int:
     """Run one server; returns the exit code."""
-    parent = Parent.join()
-    setup_logging("server", parent.config["log_level"])
-    # uvicorn takes the signals over while it serves, and hands them on when it is done; nothing is left to do then.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    try:
-        asyncio.run(_serve(parent))
-    except UnisonError as error:
-        log.error("can't serve", extra={"reason": str(error), "kind": type(error).__name__})
-        parent.report("failed", message=str(error))
-        return EXIT_CONFIG
-    except Exception:  # the outermost loop: whatever broke is written down, and the process ends
-        log.exception("the server failed")
-        return EXIT_FAULT
+    # uvicorn takes the signal over while it serves, and hands it on when it is done; nothing is left to do then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    asyncio.run(_serve(parent))
     return EXIT_OK
 
 
@@ -60,7 +45,7 @@ async def _serve(parent: Parent) -> None:
         )  # fmt: skip
         server = uvicorn.Server(settings)
         await client.generate((0,), SamplingParams(max_tokens=1, temperature=0), deadline_s=60.0, resubmit=True)
-        beating = asyncio.create_task(_beat(parent))
+        beating = asyncio.create_task(beat(parent))
         listening = socket.socket(fileno=parent.fds["listen"])
         try:
             parent.report("ready")
@@ -93,11 +78,5 @@ def _tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-async def _beat(parent: Parent) -> None:
-    while True:
-        parent.report("beat")
-        await asyncio.sleep(BEAT_S)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(serve))

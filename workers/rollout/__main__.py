@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ...ipc.async_client import AsyncClient
 from ...ipc.client_config import ClientConfig
-from ...ipc.errors import InvariantError, UnisonError
 from ...ipc.ring import Ring, RingReader, RingWriter
-from ..logs import setup_logging
-from ..process import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, Parent
+from ..child import beat, run_child
+from ..process import EXIT_OK, Parent
 from ..trainer.config import TrainConfig
 from .generator import RolloutGenerator
 from .prompts import PromptRenderer
@@ -23,26 +22,10 @@ from .worker import RolloutWorker
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
 
-
-def main() -> int:
+def roll_out(parent: Parent) -> int:
     """Run one rollout worker; returns the exit code."""
-    parent = Parent.join()
-    setup_logging(parent.config["name"], parent.config["log_level"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return asyncio.run(_run(parent))
-    except InvariantError:
-        log.exception("a promise of ours is broken")
-        return EXIT_FAULT
-    except UnisonError as error:
-        log.error("can't roll out", extra={"reason": str(error), "kind": type(error).__name__})
-        parent.report("failed", message=str(error))
-        return EXIT_CONFIG
-    except Exception:  # the outermost loop: whatever broke is written down, and the process ends
-        log.exception("the rollout worker failed")
-        return EXIT_FAULT
+    return asyncio.run(_run(parent))
 
 
 async def _run(parent: Parent) -> int:
@@ -50,7 +33,7 @@ async def _run(parent: Parent) -> int:
     from transformers import AutoTokenizer
 
     config = TrainConfig.from_dict(parent.config["train"])
-    beats = asyncio.create_task(_beat(parent))
+    beats = asyncio.create_task(beat(parent))
     loop = asyncio.get_running_loop()
     task = await asyncio.to_thread(load_task, config.task.source, config.task.rewards, config.task.options)
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.serve.model)
@@ -78,11 +61,5 @@ async def _run(parent: Parent) -> int:
     return EXIT_OK
 
 
-async def _beat(parent: Parent) -> None:
-    while True:
-        parent.report("beat")
-        await asyncio.sleep(BEAT_S)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(roll_out))

@@ -3,7 +3,6 @@ bin/train."""
 
 from __future__ import annotations
 
-import logging
 import secrets
 import signal
 import sys
@@ -12,36 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...ipc.errors import InvariantError, UnisonError
-from ..logs import setup_logging
-from ..process import EXIT_CONFIG, EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, Parent
+from ..child import BEAT_S, run_child
+from ..process import EXIT_INTERRUPTED, EXIT_OK, Parent
 from .config import TrainConfig
 
-log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-
-
-def main() -> int:
+def train(parent: Parent) -> int:
     """Run the trainer; returns the exit code."""
-    parent = Parent.join()
-    setup_logging("trainer", parent.config["log_level"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_over = threading.Event()
     beats = threading.Thread(target=_beat, args=(parent, is_over), name="beats", daemon=True)
     beats.start()
     try:
         return _train(parent)
-    except InvariantError:
-        log.exception("a promise of ours is broken")
-        return EXIT_FAULT
-    except UnisonError as error:
-        log.error("can't train", extra={"reason": str(error), "kind": type(error).__name__})
-        parent.report("failed", message=f"{type(error).__name__}: {error}"[:4000])
-        return EXIT_CONFIG
-    except Exception:  # the outermost loop: whatever broke is written down, and the process ends
-        log.exception("the trainer failed")
-        return EXIT_FAULT
     finally:
         is_over.set()
 
@@ -77,4 +58,4 @@ def _beat(parent: Parent, is_over: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(train))

@@ -114,13 +114,7 @@ class TrainSupervisor(Supervisor):
 
     def _spawn_training(self, name: str, module: str, fds: dict[str, int]) -> Child:
         config = self._train_config
-        message = {
-            "train": config.to_dict(), "name": name, "log_level": config.serve.log_level,
-            "base_model": config.serve.model,
-        }  # fmt: skip
-        child = Child.spawn(name, module, message, fds, self.run_dir / f"{name}.log")
-        self._tell_janitor(f"+{child.pid}")
-        return child
+        return self._spawn(name, module, fds, train=config.to_dict(), base_model=config.serve.model)
 
 
 def _serving_part(config: TrainConfig) -> ServeConfig:
