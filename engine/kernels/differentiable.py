@@ -1,8 +1,8 @@
 """The operations with gradients: one function per operation of Kernels, for the trainer's forward.
 
 Owns the backward formulas. The forward is the kernel's, bit for bit, so a trainer's forward and the engine's agree;
-the backward is plain torch (GEMMs in the operands' dtype, the rest in fp32) and makes no promise about its order of
-reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
+the backward is plain torch (GEMMs in the dtype that is fast here, the rest in fp32) and makes no promise about its
+order of reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
 
 Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they
 work on copies. Callers go on with what is returned and forget what they gave, so both read the same.
@@ -10,6 +10,7 @@ work on copies. Callers go on with what is returned and forget what they gave, s
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ import torch
 from .kernels import Kernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@cache
+def _is_slow(dtype: torch.dtype, device: str) -> bool:
+    """Whether torch multiplies matrices of `dtype` by a plain loop: some 100 times slower than in float32."""
+    has_fast = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+                torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}  # fmt: skip
+    return device == "cpu" and dtype in has_fast and not has_fast[dtype]()
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b for a backward pass, in their common dtype; computed in float32 where torch has no fast GEMM for it."""
+    if _is_slow(a.dtype, a.device.type):
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
 
 
 def _records(*tensors: torch.Tensor | None) -> bool:
@@ -33,8 +49,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        grad_x = grad @ w if ctx.needs_input_grad[2] else None
-        grad_w = grad.t() @ x if ctx.needs_input_grad[3] else None
+        grad_x = product(grad, w) if ctx.needs_input_grad[2] else None
+        grad_w = product(grad.t(), x) if ctx.needs_input_grad[3] else None
         grad_bias = grads[0].float().sum(0).to(x.dtype) if ctx.needs_input_grad[4] else None
         return None, None, grad_x, grad_w, grad_bias
 

@@ -119,7 +119,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, head, targets, softmax = ctx.saved_tensors
         upstream = (grads[0] / ctx.temperature).to(softmax.dtype).unsqueeze(-1)
         grad = softmax.mul(-upstream).scatter_add_(-1, targets.unsqueeze(-1), upstream)
-        return None, grad @ head, grad.t() @ hidden, None, None
+        return None, differentiable.product(grad, head), differentiable.product(grad.t(), hidden), None, None
 
 
 def _head_logprobs(kernels: Kernels, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:

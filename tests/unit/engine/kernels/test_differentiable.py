@@ -37,6 +37,23 @@ def test_linear_and_logits(kernels: Kernels) -> None:
     compare(lambda *t: differentiable.logits(kernels, *t), F.linear, x, w)
 
 
+@pytest.mark.parametrize("is_slow", [False, True], ids=["fast", "slow"])
+def test_products_are_rounded_once(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits, with and without a fast GEMM of torch's for them: within half a bf16 step of the float64 product."""
+    monkeypatch.setattr(differentiable, "_is_slow", lambda dtype, device: is_slow)
+    a, b = torch.randn(33, 65).bfloat16(), torch.randn(17, 65).bfloat16().t()
+    exact = a.double() @ b.double()
+    got = differentiable.product(a, b)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_what_torch_lacks_a_fast_product_for() -> None:
+    """float32 is never widened, and neither is anything on another device than the CPU."""
+    assert not differentiable._is_slow(torch.float32, "cpu")
+    assert not differentiable._is_slow(torch.bfloat16, "cuda")
+
+
 def test_norms(kernels: Kernels) -> None:
     x, residual, weight = torch.randn(5, 33), torch.randn(5, 33), torch.randn(33)
     compare(
