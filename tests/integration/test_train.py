@@ -22,6 +22,7 @@ from harness.training import (
     training,
     write_task,
 )
+from unison.ipc.arena.publisher import WeightPublisher
 from unison.ipc.client import Client
 from unison.ipc.types import SamplingParams
 
@@ -241,6 +242,19 @@ def test_the_policy_is_served_while_it_is_trained(model: Path, task: str, tmp_pa
             completion = client.generate([5, 6], SamplingParams(max_tokens=4, ignore_eos=True)).completions[0]
         assert completion.versions[0].version >= 1
         assert process.interrupt() == 75, process.story
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_foreign_version_ends_the_run(mode: str, model: Path, task: str, tmp_path: Path) -> None:
+    """V6: where someone else publishes into the run, what is live isn't the trainer's own: it ends, and says so."""
+    with training(tmp_path / "r", model, task, *FAST, "--steps", "100000", "--mode", mode) as process:
+        process.wait_step(2)
+        with Client.connect(tmp_path / "r", role="trainer") as client, WeightPublisher(client) as publisher:
+            with publisher.update() as update:
+                for tensor in update.tensors.values():
+                    tensor.fill_(0.5)
+        assert process.wait_end() == 70
+    assert "someone else publishes" in process.output or "isn't installed" in process.output
 
 
 def test_jsonl_with_reward_functions(model: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ class TrainLoop:
             self._dropped.append(result)
             return OrderEnd("dropped", "stale", f"{lag} versions old; at most {self._config.max_lag}", result)
         if lag < 0:
-            return OrderEnd("dropped", "stale", "made by a version newer than the weights in training", result)
+            raise self._foreign(f"group {result.order_id} was made by a version newer than the weights in training")
         if self._num_replaced >= rollout.max_refill_groups:
             return None
         if not kept_indices(result, self._config):
@@ -236,10 +236,7 @@ class TrainLoop:
         parts.metrics.write("step", self.step, metrics)
         self._base = self._read_live()
         if self._base != live.version:
-            raise TrainingError(
-                f"version {live.version} was published and {self._base} is live: someone else publishes into this run, "
-                "or has rolled it back"
-            )
+            raise self._foreign(f"version {live.version} was published and {self._base} is live")
         self._report("step", {"step": self.step, "steps": self._config.steps, **metrics})
 
     def _canary(self, batch: TrainBatch, account: StepAccount) -> dict[str, float]:
@@ -268,11 +265,18 @@ class TrainLoop:
         optimizer, publisher = self._parts.optimizer, self._parts.publisher
 
         def publish() -> WeightsLive:
+            version, _ = publisher.read_live()
+            if version not in (self._base, publisher.sealed):
+                raise self._foreign(f"version {self._base} is in training and {version} is live")
             if optimizer.is_ahead:
                 return optimizer.publish(publisher)
             return optimizer.step(self._parts.policy.gradients, publisher)
 
         return self._patiently(publish)
+
+    @staticmethod
+    def _foreign(what: str) -> TrainingError:
+        return TrainingError(f"{what}: someone else publishes into this run, or has rolled it back")
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """Repeat a call while the worker is being replaced."""
