@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import Callable
 
-from ..ipc.errors import InvariantError, UnisonError
+from ..ipc.errors import ERROR_CODES, CapacityError, InvariantError, UnisonError
 from .logs import setup_logging
 from .process import EXIT_CONFIG, EXIT_FAULT, Parent
 
@@ -33,6 +33,9 @@ def run_child(body: Callable[[Parent], int]) -> int:
         log.exception("a promise of ours is broken")
         return EXIT_FAULT
     except UnisonError as error:
+        if ERROR_CODES[type(error)].is_retryable and not isinstance(error, CapacityError):
+            log.exception("%s ends, to be started again", name)  # the worker was gone, or something took too long
+            return EXIT_FAULT
         log.error("can't go on", extra={"reason": str(error), "kind": type(error).__name__})
         parent.report("failed", message=f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
         return EXIT_CONFIG

@@ -99,10 +99,10 @@ def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
 @click.option("--once", is_flag=True, help="Print once and stop.")
 @click.option("--interval-s", default=1.0, help="Seconds between two readings.")
 def status(run_dir: Path, once: bool, interval_s: float) -> None:
-    """A live table of a run."""
+    """A live table of a run; printed once where the output is no terminal."""
     from .status_table import show
 
-    show(run_dir, once, interval_s)
+    show(run_dir, once or not sys.stdout.isatty(), interval_s)
 
 
 def run_command(command: click.Command, name: str) -> None:

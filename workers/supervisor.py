@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from time import monotonic, time
@@ -148,7 +149,8 @@ class Supervisor:
             self._hear(service, report)
         verdict, story = service.examine(monotonic())
         if verdict is Verdict.GIVE_UP:
-            self._write_state("failed")
+            with suppress(OSError):  # the disk may be what has failed
+                self._write_state("failed")
             raise ProcessFailedError(story)
         if verdict is Verdict.RESTART:
             log.error("process restarted", extra={"service": service.name, "story": story})

@@ -110,6 +110,58 @@ def test_everything_at_once(model: Path, task: str, tmp_path: Path) -> None:
     assert counts["trained"] == 48
 
 
+def test_everything_before_the_first_checkpoint(model: Path, task: str, tmp_path: Path) -> None:
+    """P28, P34: with no checkpoint to go on from, the run begins anew from its first weights, whatever number of
+    versions had been live; their ordinals aren't used again. A `#` in the path is a letter like another."""
+    run_dir = tmp_path / "r#1"
+    with training(run_dir, model, task, *FAST, "--steps", "100000", "--set", "checkpoint.interval_steps=0") as process:
+        process.wait_step(9)
+        process.popen.kill()
+        process.popen.wait()
+        children_gone(process)
+    before = query(run_dir, "SELECT count(*) FROM versions")[0][0]
+    train(run_dir, model, "", "--resume", "--steps", "3")
+    assert assert_accounted(run_dir)["trained"] == 12
+    assert query(run_dir, "SELECT count(*) FROM versions") == [(before + 4,)], "the first weights, three steps"
+    assert query(run_dir, "SELECT min(ordinal), max(ordinal) FROM versions") == [(0, before + 3)]
+    assert query(run_dir, "SELECT step FROM evaluations ORDER BY step") == [(0,), (3,)]
+
+
+def test_damaged_checkpoints_are_not_begun_over(model: Path, task: str, tmp_path: Path) -> None:
+    """P13: where no checkpoint is what its digests say the run is refused and stays as it was."""
+    process = train(tmp_path / "r", model, task, *FAST, "--steps", "2")
+    for path in (process.run_dir / "checkpoints").iterdir():
+        (path / "config.json").write_text("{}")
+    steps = query(process.run_dir, "SELECT * FROM steps")
+    with training(process.run_dir, model, "", "--resume", "--steps", "3") as again:
+        assert again.wait_end() == 70
+    assert "is what its digests say" in again.output
+    assert query(process.run_dir, "SELECT * FROM steps") == steps
+
+
+def test_what_fails_in_an_evaluation_costs_no_training(model: Path, tmp_path: Path) -> None:
+    """P37: a held-out rollout that can't be scored ends the run, after the steps before it are in a checkpoint; the
+    evaluation is made up for when the run goes on."""
+    fails = (
+        "def some(prompts, completions, at, **_):\n"
+        "    from pathlib import Path\n"
+        "    if prompts[0][0]['content'].startswith('held'):\n"
+        "        with open(Path(__file__).parent / 'held', 'a+') as held:\n"
+        "            held.write('x'); held.seek(0)\n"
+        "            if len(held.read()) == 5: raise LookupError('no answer')\n"
+        "    return vowels(completions)\n"
+    )
+    task = write_task(tmp_path / "some.py", "some", fails)
+    options = ("--steps", "4", "--set", "evaluation.interval_steps=2", "--set", "checkpoint.interval_steps=0",
+               "--set", "rollout.reward_attempts=1")  # fmt: skip
+    with training(tmp_path / "r", model, task, *FAST, *options) as process:
+        assert process.wait_end() == 70
+    assert [path.name for path in (process.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    train(process.run_dir, model, "", "--resume")
+    assert query(process.run_dir, "SELECT step FROM evaluations ORDER BY step") == [(0,), (2,), (4,)]
+    assert_accounted(process.run_dir)
+
+
 def test_a_second_interrupt_ends_at_once(model: Path, tmp_path: Path) -> None:
     """Ctrl-C twice: no checkpoint is waited for; what the ledger has stays sound, and the run can be resumed."""
     slow = "import time\ndef slow(completions, **_):\n    time.sleep(0.3)\n    return vowels(completions)\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from unison.workers.trainer.ledger import LEDGER_FILE, Ledger
+from unison.workers.trainer.ledger import LEDGER_FILE, Ledger, open_to_read
 from unison.workers.trainer.metrics import read_metrics
 
 from .serving import DEADLINE_S, ServeProcess, wait_until
@@ -123,7 +122,7 @@ def train(run_dir: Path, model: Path, task: str, *options: str) -> TrainProcess:
 
 def query(run_dir: Path, sql: str) -> list[tuple[Any, ...]]:
     """Rows of a run's ledger."""
-    with closing(sqlite3.connect(f"file:{run_dir / LEDGER_FILE}?mode=ro", uri=True)) as db:
+    with closing(open_to_read(run_dir / LEDGER_FILE)) as db:
         return db.execute(sql).fetchall()
 
 

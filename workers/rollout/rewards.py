@@ -24,6 +24,9 @@ from .records import RewardScore
 
 RewardFunction = Callable[..., Any]
 
+MAX_REWARD = 1e12
+"""Largest |reward|: sums and squares of a batch stay finite in float32."""
+
 
 @dataclass(frozen=True)
 class Reward:
@@ -42,8 +45,14 @@ class Reward:
         return self.name or getattr(self.function, "__name__", type(self.function).__name__)
 
 
-def as_rewards(functions: Sequence[RewardFunction | Reward]) -> tuple[Reward, ...]:
+Rewards = Sequence[RewardFunction | Reward] | RewardFunction | Reward
+"""One or several."""
+
+
+def as_rewards(functions: Rewards) -> tuple[Reward, ...]:
     """Plain functions get weight 1; equal names are refused, since records go by them."""
+    if callable(functions) or isinstance(functions, Reward):  # one alone, as TRL takes it
+        functions = [functions]
     rewards = tuple(each if isinstance(each, Reward) else Reward(each) for each in functions)
     labels = [reward.label for reward in rewards]
     if not all(math.isfinite(reward.weight) for reward in rewards):
@@ -80,8 +89,8 @@ async def score_group(
             raise RewardError("reward_invalid", f"no reward function applies to completion {index}")
     weights = {reward.label: reward.weight for reward in rewards}
     totals = [sum(weights[name] * value for name, value in part.items()) for part in parts]
-    if not all(map(math.isfinite, totals)):
-        raise RewardError("reward_invalid", f"the weighted sums {totals} aren't finite")
+    if not all(abs(total) <= MAX_REWARD for total in totals):
+        raise RewardError("reward_invalid", f"the weighted sums are {totals}; they must be in [-1e12, 1e12]")
     return tuple(RewardScore(total, part) for total, part in zip(totals, parts, strict=True))
 
 
@@ -104,7 +113,7 @@ def _checked(reward: Reward, answer: Any, count: int) -> list[float | None]:
         number = None if value is None else _finite(value)
         if value is not None and number is None:
             raise RewardError("reward_invalid", f"{reward.label} returned {value!r:.100} for completion {index}; "
-                              "rewards are finite numbers, or None where the function doesn't apply")  # fmt: skip
+                              "rewards are finite numbers up to 1e12, or None where it doesn't apply")  # fmt: skip
         values.append(number)
     return values
 
@@ -116,4 +125,4 @@ def _finite(value: Any) -> float | None:
         number = float(plain) if isinstance(plain, (int, float)) else math.nan
     except (OverflowError, RuntimeError, TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MAX_REWARD else None

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -42,6 +43,7 @@ class Scorer:
         self._attempts = attempts
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._num_requests = 0
 
     async def score(self, raw: RawRollout, prompt_index: int) -> tuple[RewardScore, ...]:
         """Rewards of one group.
@@ -53,18 +55,19 @@ class Scorer:
             "split": raw.split, "index": prompt_index, "texts": raw.texts,
             "completion_ids": [completion.token_ids for completion in raw.completions],
         }  # fmt: skip
-        line = json.dumps(request).encode() + b"\n"
         async with self._turn:
             for attempt in range(1, self._attempts + 1):
                 try:
-                    return await self._try(line)
+                    return await self._try(request)
                 except RewardError as error:
                     if attempt == self._attempts or error.reason == "reward_invalid":
                         raise RewardError(error.reason, f"{error} (attempt {attempt})") from error
         raise RewardError("reward_error", "rollout.reward_attempts is 0")
 
-    async def _try(self, line: bytes) -> tuple[RewardScore, ...]:
+    async def _try(self, request: Mapping[str, Any]) -> tuple[RewardScore, ...]:
         process = self._process or await self._start()
+        self._num_requests += 1
+        line = json.dumps({"number": self._num_requests, **request}).encode() + b"\n"
         assert process.stdin is not None and process.stdout is not None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -88,7 +91,9 @@ class Scorer:
             raise RewardError("reward_crashed", f"the reward functions' process ended with {process.returncode}")
         try:
             values = json.loads(answer)
-        except ValueError:
+            if values["number"] != self._num_requests:
+                raise ValueError("it answers another request")
+        except (ValueError, KeyError, TypeError):
             await self.close()
             raise RewardError("reward_crashed", f"the reward functions' process said {answer[:80]!r}") from None
         if "reason" in values:
@@ -98,7 +103,7 @@ class Scorer:
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "unison.workers.rollout.scorer", str(os.getpid()), *self._task,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES, start_new_session=True,
         )  # fmt: skip
         self._process = process
         assert process.stdout is not None
@@ -116,34 +121,46 @@ class Scorer:
         return process
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, and whatever the functions have started in its session."""
         process, self._process = self._process, None
         if process is None:
             return
-        if process.returncode is None:
-            process.kill()
-        # What it has written is read to its end, so that the pipe's transport is closed with it.
-        await process.communicate()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # What it has written is read to its end, so that the pipe's transport is closed with it. One that left the
+        # session may hold the pipe for ever.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.communicate()
 
 
 def main() -> int:
     """The process itself: load the task, then answer line by line until the input ends."""
     die_with_parent(int(sys.argv[1]))
+    own_pid = os.getpid()
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # what the functions start must not read requests
     os.dup2(2, 1)  # prints of the functions must not be taken for answers
     task = load_task(*sys.argv[2:])
     answers.write("ready\n")
     answers.flush()
-    for line in sys.stdin:
-        answers.write(json.dumps(_answer(task, json.loads(line))) + "\n")
-        answers.flush()
+    with asyncio.Runner() as runner:  # one loop for all groups: functions may keep clients and locks
+        for line in requests:
+            request = json.loads(line)
+            answer = {"number": request["number"], **_answer(task, request, runner)}
+            if os.getpid() != own_pid:
+                os._exit(0)  # a function has forked, and this is the copy: the original answers
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
     return 0
 
 
-def _answer(task: Task, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(task: Task, request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
     prompt = task.split(request["split"])[request["index"]]
     try:
-        scores = asyncio.run(score_group(task.rewards, prompt, request["texts"], request["completion_ids"]))
+        scores = runner.run(score_group(task.rewards, prompt, request["texts"], request["completion_ids"]))
     except UnisonError as error:
         return {"reason": getattr(error, "reason", "reward_error"), "message": str(error)}
     return {"scores": [asdict(score) for score in scores]}

@@ -51,6 +51,14 @@ def load_task(source: str, rewards: str = "", options: str = "") -> Task:
         raise ConfigError("task.source", f"is {source!r}, which can't be loaded: {error!r}"[:2000]) from error
 
 
+def absolute_source(source: str) -> str:
+    """A source that means the same in every working directory."""
+    kind, _, rest = source.partition(":")
+    if kind == "jsonl" and rest:
+        return f"jsonl:{Path(rest).absolute()}"
+    return f"{Path(kind).absolute()}:{rest}" if kind.endswith(".py") else source
+
+
 def _load(source: str, rewards: str, arguments: dict[str, Any]) -> Task:
     kind, _, rest = source.partition(":")
     if kind == "jsonl":

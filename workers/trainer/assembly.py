@@ -78,7 +78,8 @@ def assemble_loop(
         elif is_restarted:  # ended before its first checkpoint: back to the weights that it began with
             with torch.no_grad():
                 load_into(base_model, policy.gradient_layout, optimizer.masters)
-            version = optimizer.publish(publisher).version
+            if not ledger.knows(0, version.digest):
+                version = optimizer.publish(publisher).version
         if is_restarted:
             num_undone = ledger.rewind(step)
             log.info("resumed", extra={"step": step, "version": version.ordinal, "steps_undone": num_undone})

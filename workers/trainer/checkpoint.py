@@ -15,6 +15,7 @@ Owns: the format, retention. Called by the training loop.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from ...ipc.types import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 FOLDER, PREFIX, TEMPORARY = "checkpoints", "step-", ".writing-"
 DIGESTS, STATE, OPTIMIZER = "digests.json", "trainer/state.json", "trainer/optimizer.safetensors"
@@ -85,6 +88,7 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trainer").mkdir(parents=True)
         _copy_companions(Path(state.base_model), temporary)
+        _name_dtype(temporary / "config.json", str(next(iter(weights.values())).dtype).removeprefix("torch."))
         save_file(dict(weights), temporary / "model.safetensors", metadata={"format": "pt"})
         save_file(dict(optimizer), temporary / OPTIMIZER)
         (temporary / STATE).write_text(json.dumps(asdict(state), indent=2))
@@ -115,25 +119,37 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose every byte is what its digests say; None where there is none."""
-    for directory in reversed(checkpoints(run_dir)):
+    """The newest checkpoint whose every byte is what its digests say; None where a run has written none yet.
+
+    Raises:
+        CheckpointError: there are some, and none is whole. To begin anew then would be to throw the run away.
+    """
+    found = checkpoints(run_dir)
+    for directory in reversed(found):
         try:
             verify(directory)
-        except CheckpointError:
+        except CheckpointError as error:
+            log.warning("checkpoint skipped", extra={"reason": str(error)})
             continue
         return directory
+    if found:
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoints in {run_dir / FOLDER} is what its digests say; put one back as it "
+            f"was, or remove {FOLDER} to begin this run anew from its first weights"
+        )
     return None
 
 
 def verify(directory: Path) -> None:
-    """Compare every file with its digest.
+    """Compare every file with its digest. Other files are none of ours, unless a loader would take them for weights.
 
     Raises:
-        CheckpointError: a file is missing, unexpected or changed.
+        CheckpointError: a file is missing or changed, or there are weights too many.
     """
     try:
         digests = json.loads((directory / DIGESTS).read_text())
-        found = {name: _digest(directory / name) for name in _files(directory) if name != DIGESTS}
+        names = [name for name in _files(directory) if name in digests or name.endswith(_WEIGHT_SUFFIXES)]
+        found = {name: _digest(directory / name) for name in names}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory} can't be read: {error}") from error
     if not isinstance(digests, dict):
@@ -172,6 +188,13 @@ def _copy_companions(source: Path, target: Path) -> None:
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES):
             if path.name != DIGESTS:
                 shutil.copyfile(path, target / path.name)
+
+
+def _name_dtype(config: Path, dtype: str) -> None:
+    """Have the configuration say what the weights are: transformers rounds them to it."""
+    values = json.loads(config.read_text())
+    values.pop("torch_dtype", None)  # its older name
+    config.write_text(json.dumps(values | {"dtype": dtype}, indent=2))
 
 
 def _files(directory: Path) -> list[str]:

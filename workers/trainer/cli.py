@@ -19,6 +19,7 @@ from ..cli import run_command
 from ..config import put, read_settings
 from ..logs import setup_logging
 from ..process import EXIT_INTERRUPTED, Report
+from ..rollout.tasks import absolute_source
 from .config import TrainConfig
 
 OPTIONS = {
@@ -90,7 +91,10 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
     if is_resumed:
         if not has_run_dir or not (run_dir / CONFIG_FILE).exists():
             raise ConfigError("run_dir", f"is {run_dir}, which holds no run to go on with; give --run-dir")
-        values = json.loads((run_dir / CONFIG_FILE).read_text())
+        try:
+            values = json.loads((run_dir / CONFIG_FILE).read_text())
+        except ValueError as error:
+            raise ConfigError("run_dir", f"is {run_dir}, whose {CONFIG_FILE} can't be read: {error}") from error
     elif has_run_dir and holds_a_run(run_dir):
         raise ConfigError("run_dir", f"is {run_dir}, which holds a run already; --resume it, or choose another")
     config = TrainConfig.from_dict(_merged(values, given))
@@ -100,6 +104,9 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
                           "makes one)")  # fmt: skip
     resolved = config.to_dict()
     resolved["serve"]["model"] = str(model.absolute())
+    resolved["task"]["source"] = absolute_source(config.task.source)
+    rewards = filter(None, map(str.strip, config.task.rewards.split(",")))
+    resolved["task"]["rewards"] = ",".join(map(absolute_source, rewards))
     resolved["serve"]["run_dir"] = str(run_dir) if has_run_dir else ""
     return TrainConfig.from_dict(resolved)
 
@@ -158,7 +165,9 @@ def run(
         display.console.print(f"no curves: {error}", soft_wrap=True)
     if supervisor.is_done:
         return 0
-    display.console.print(f"stopped before the last step; go on with: bin/train --run-dir {run_dir} --resume")
+    display.console.print(
+        f"stopped before the last step; go on with: bin/train --run-dir {run_dir} --resume", soft_wrap=True
+    )
     return EXIT_INTERRUPTED
 
 

@@ -92,6 +92,12 @@ class StepRecord:
     """As in metrics.jsonl."""
 
 
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A ledger, for who only reads it; the caller closes it. The path is quoted: a URI has its own meaning for # and ?
+    (RFC 3986, section 2.2)."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+
 class Ledger:
     """One run's ledger. Life: opened (made on first use) → `close`. One thread of one process writes."""
 
@@ -201,6 +207,10 @@ class Ledger:
     def knows(self, step: int, digest: str) -> bool:
         """Whether a version with these weights came of this step here."""
         return bool(self._one("SELECT 1 FROM versions WHERE step = ? AND digest = ?", step, digest))
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the weights after a step were evaluated."""
+        return bool(self._one("SELECT 1 FROM evaluations WHERE step = ?", step))
 
     def issued(self) -> list[tuple[int, int, str, int, int]]:
         """Orders of training prompts without an end: (order id, prompt index, prompt id, completions, seed), by id."""

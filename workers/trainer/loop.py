@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ...ipc.arena.publisher import WeightPublisher
 from ...ipc.client import Client
-from ...ipc.errors import ERROR_CODES, TrainingError, UnisonError
+from ...ipc.errors import ERROR_CODES, RolloutFailedError, TrainingError, UnisonError
 from ...ipc.messages import WeightsLive
 from ...ipc.types import PolicyVersion
 from ..rollout.records import RolloutResult
@@ -93,27 +93,35 @@ class TrainLoop:
         Raises:
             TrainingError, RolloutFailedError, DeadlineError: the run can't go on; the last checkpoint is what it was.
         """
-        config = self._config
+        config, is_interrupted = self._config, False
         try:
-            if self.step == 0:
-                self.evaluate()
+            self._evaluate_if_due()
             while self.step < config.steps and not is_stopping():
                 if not self.train_step():
                     self._end_early()
                     break
-                interval = config.evaluation.interval_steps
+                interval = config.checkpoint.interval_steps
                 if self.step == config.steps or (interval and self.step % interval == 0):
-                    self.evaluate()
-                if config.checkpoint.interval_steps and self.step % config.checkpoint.interval_steps == 0:
                     self.save()
+                self._evaluate_if_due()
         except Interrupted:
+            is_interrupted = True
             log.info("interrupted")
-        if self._checkpointed_step != self.step:
-            self.save()
-        if self.step < config.steps and not self._has_learnt_it:
+        except RolloutFailedError:  # between two steps: nothing is half done
+            self._save_if_new()
+            raise
+        self._save_if_new()
+        if is_interrupted or (self.step < config.steps and not self._has_learnt_it):
             return False
         self._parts.runner.end_open(self.step)
         return True
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate at the first, the last and every so many steps; never twice, also where a run was resumed."""
+        interval = self._config.evaluation.interval_steps
+        is_due = self.step in (0, self._config.steps) or (interval and self.step % interval == 0)
+        if is_due and not self._parts.ledger.has_evaluation(self.step):
+            self.evaluate()
 
     def _end_early(self) -> None:
         """After some steps, batch after batch had equal rewards in every group: that is an end, and no fault."""
@@ -317,10 +325,16 @@ class TrainLoop:
         self._report("evaluation", {"step": self.step, **values})
         return values["reward"]
 
+    def _save_if_new(self) -> None:
+        if self._checkpointed_step != self.step:
+            self.save()
+
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
         optimizer, layout = self._parts.optimizer, self._parts.policy.layout
-        _, tensors = self._parts.publisher.read_live()
+        version, tensors = self._parts.publisher.read_live()
+        if version != self._base:
+            raise self._foreign(f"version {self._base} is to be saved and {version} is live")
         state = TrainState(
             self.step, self._base.ordinal, self._base.digest, optimizer.scalars(), self._config.seed,
             self._parts.ledger.next_order_id, str(self._base_model),

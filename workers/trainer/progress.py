@@ -59,6 +59,8 @@ class ProgressDisplay:
             )
         elif report.kind == "checkpoint":
             self.console.print(f"checkpoint of step {values['step']}: {values['path']}", soft_wrap=True)
+        elif report.kind == "stopping":
+            self.console.print("stopping after this step, with a checkpoint; once more to stop at once")
         elif report.kind == "ready" and values["step"]:
             self.console.print(f"going on after step {values['step']}")
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...ipc.errors import ConfigError
-from .ledger import LEDGER_FILE
+from .ledger import LEDGER_FILE, open_to_read
 
 
 def open_ledger(run_dir: Path) -> sqlite3.Connection:
@@ -27,7 +27,7 @@ def open_ledger(run_dir: Path) -> sqlite3.Connection:
     path = run_dir / LEDGER_FILE
     if not path.exists():
         raise ConfigError("run_dir", f"is {run_dir}, which has no {LEDGER_FILE}")
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    return open_to_read(path)
 
 
 def show_samples(run_dir: Path, step: int | None, state: str | None, order: int | None, limit: int) -> None:

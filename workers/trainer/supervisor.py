@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...engine.config import available_cores
-from ...ipc.errors import ConfigError
+from ...ipc.errors import CheckpointError, ConfigError
 from ...ipc.ring import Ring
 from ..config import ServeConfig
 from ..process import EXIT_INTERRUPTED, EXIT_OK, Child, Report
@@ -25,7 +26,7 @@ from ..service import Service
 from ..supervisor import Supervisor
 from .checkpoint import latest_checkpoint, read_state
 from .config import TrainConfig
-from .ledger import LEDGER_FILE
+from .ledger import LEDGER_FILE, open_to_read
 from .metrics import METRICS_FILE
 
 CONFIG_FILE = "train.json"
@@ -48,7 +49,9 @@ class TrainSupervisor(Supervisor):
         self._keep_serving = keep_serving
         super().__init__(_serving_part(config), on_ready)
         self._train_config = replace(config, serve=replace(config.serve, run_dir=str(self.run_dir)))
-        (self.run_dir / CONFIG_FILE).write_text(json.dumps(self._train_config.to_dict(), indent=2))
+        partial = self.run_dir / f".{CONFIG_FILE}"
+        partial.write_text(json.dumps(self._train_config.to_dict(), indent=2))
+        partial.rename(self.run_dir / CONFIG_FILE)
         size = config.rollout.ring_mib << 20
         self._rings = [{kind: Ring.create(size) for kind in ("orders", "results")}
                        for _ in range(config.rollout.num_workers)]  # fmt: skip
@@ -76,6 +79,7 @@ class TrainSupervisor(Supervisor):
             if self._trainer.child is None or not self._trainer.is_ready:
                 return True  # nothing has begun that would be lost
             self._trainer.child.terminate()
+            self._on_report(Report("stopping", {}))
         return False
 
     def _start_due(self) -> None:
@@ -130,13 +134,12 @@ def _serving_part(config: TrainConfig) -> ServeConfig:
     if not serve.run_dir:
         return serve
     run_dir = Path(serve.run_dir)
-    checkpoint = latest_checkpoint(run_dir)
+    checkpoint, highest = latest_checkpoint(run_dir), highest_ordinal(run_dir)
     if checkpoint is None:
-        return serve
+        return replace(serve, worker=replace(serve.worker, first_ordinal=highest + 1))
     state = read_state(checkpoint)
     if Path(state.base_model) != Path(serve.model):
         raise ConfigError("model", f"is {serve.model}, but the run in {run_dir} began with {state.base_model}")
-    highest = highest_ordinal(run_dir)
     ordinal = state.ordinal if highest <= state.ordinal else highest + 1
     return replace(
         serve, model=str(checkpoint), served_name=serve.name, worker=replace(serve.worker, first_ordinal=ordinal)
@@ -147,11 +150,11 @@ def highest_ordinal(run_dir: Path) -> int:
     """Highest ordinal in a run's ledger, without taking part in it; -1 where there is none."""
     if not (run_dir / LEDGER_FILE).exists():
         return -1
-    db = sqlite3.connect(f"file:{run_dir / LEDGER_FILE}?mode=ro", uri=True)
-    try:
-        return int(db.execute("SELECT coalesce(max(ordinal), -1) FROM versions").fetchone()[0])
-    finally:
-        db.close()
+    with closing(open_to_read(run_dir / LEDGER_FILE)) as db:
+        try:
+            return int(db.execute("SELECT coalesce(max(ordinal), -1) FROM versions").fetchone()[0])
+        except sqlite3.DatabaseError as error:
+            raise CheckpointError(f"{run_dir / LEDGER_FILE} isn't a run's ledger: {error}") from error
 
 
 def holds_a_run(run_dir: Path) -> bool:

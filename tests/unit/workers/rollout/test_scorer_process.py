@@ -21,7 +21,7 @@ from unison.workers.rollout.tasks import load_task
 pytestmark = pytest.mark.slow
 
 TASK = """
-import os, sys, time
+import asyncio, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
 from unison.workers.rollout import Prompt, Reward, Task
 
@@ -56,8 +56,34 @@ def prompts(name):
     first = 0 if name == "t" else 50
     return [Prompt(f"{name}{at}", text=f"text {at}", columns={"at": first + at}) for at in range(8)]
 
+def copies(completions, at, **_):
+    pid = os.fork()
+    return [at[0] + (0.0 if pid else 0.5)] * len(completions)
+
+def reads(completions, **_):
+    return [float(len(sys.stdin.read()) + len(subprocess.run(["cat"], capture_output=True).stdout))] * len(completions)
+
+def starts(completions, **_):
+    child = multiprocessing.Process(target=time.sleep, args=(3600,))
+    child.start()
+    (FOLDER / "child").write_text(str(child.pid))
+    child.join()
+
+lock = asyncio.Lock()
+async def hold():
+    async with lock:
+        await asyncio.sleep(0)
+
+async def locks(completions, **_):
+    await asyncio.gather(*(hold() for _ in range(3)))  # who has to wait for a lock ties it to the loop
+    return [1.0] * len(completions)
+
 good = Task(prompts("t"), prompts("h"), [Reward(length, 0.5), some])
 failing = Task(prompts("t"), prompts("h"), [bad])
+copying = Task(prompts("t"), prompts("h"), [copies])
+reading = Task(prompts("t"), prompts("h"), [reads])
+starting = Task(prompts("t"), prompts("h"), [starts])
+locking = Task(prompts("t"), prompts("h"), [locks])
 """
 
 
@@ -202,3 +228,29 @@ def test_a_task_that_does_not_load_there(tmp_path: Path) -> None:
         return caught.value.reason
 
     assert with_scorer(tmp_path, "failing", fails, attempts=2) == "reward_crashed"
+
+
+@pytest.mark.parametrize(
+    ("name", "totals"), [("copying", [0.0, 1.0, 2.0]), ("reading", [0.0] * 3), ("locking", [1.0] * 3)]
+)
+def test_functions_that_fork_read_or_keep_a_lock(tmp_path: Path, name: str, totals: list[float]) -> None:
+    """P36: the copy that a fork makes of the scorer doesn't answer for it; standard input is empty and holds no
+    requests; what is tied to an event loop can be kept from group to group."""
+
+    async def score_three(scorer: Scorer) -> list[float]:
+        return [(await scorer.score(raw("a"), at))[0].total for at in range(3)]
+
+    assert with_scorer(tmp_path, name, score_three) == totals
+
+
+def test_what_a_function_has_started_ends_with_it(tmp_path: Path) -> None:
+    """P34, P36: a process of a function's own neither outlives the deadline nor holds it up."""
+
+    async def too_late(scorer: Scorer) -> None:
+        with pytest.raises(RewardError, match="longer than") as caught:
+            await scorer.score(raw("a"), 0)
+        assert caught.value.reason == "reward_timeout"
+
+    with_scorer(tmp_path, "starting", too_late, timeout_s=3.0)
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not is_running(child), "the end of the function's own process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_changed_byte_is_found(tmp_path: Path, model: Path, name: str) -> None
 
 def test_a_changed_byte_of_any_file_is_found(tmp_path: Path, model: Path) -> None:
     """P13: first, middle or last byte of whichever file, the digests' own among them; so are missing, longer and
-    foreign files. As it was it is taken again."""
+    foreign weights. As it was it is taken again; somebody's notes beside it do no harm."""
     old, new = write(tmp_path, model, 1), write(tmp_path, model, 2)
     files = [path for path in new.rglob("*") if path.is_file()]
     assert {"tokenizer.json", "digests.json", "state.json", "optimizer.safetensors"} < {path.name for path in files}
@@ -83,15 +84,29 @@ def test_a_changed_byte_of_any_file_is_found(tmp_path: Path, model: Path) -> Non
         assert latest_checkpoint(tmp_path) == old, f"{path.name}, missing"
         path.write_bytes(content)
         assert latest_checkpoint(tmp_path) == new
-    (new / "trainer" / "more").write_text("")
+    (new / "trainer" / "notes.txt").write_text("the good one")
+    assert latest_checkpoint(tmp_path) == new
+    (new / "model-00002.safetensors").write_text("")
     assert latest_checkpoint(tmp_path) == old
 
 
 def test_nothing_sound_is_left(tmp_path: Path, model: Path) -> None:
-    """P13: where every checkpoint is damaged there is none, rather than a wrong one."""
+    """P13: where every checkpoint is damaged none is taken, and the run isn't begun anew over their heads."""
+    assert latest_checkpoint(tmp_path) is None
     for step in (1, 2):
         (write(tmp_path, model, step) / "config.json").write_text("{}")
-    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_configuration_names_the_dtype(dtype: torch.dtype, tmp_path: Path, model: Path) -> None:
+    """transformers rounds weights to what config.json says, and a base model's may say something else."""
+    state = TrainState(1, 1, "d", {}, 0, 0, str(model))
+    path = write_checkpoint(tmp_path, state, {"w": torch.ones(2, dtype=dtype)}, {"m": torch.zeros(1)}, 1)
+    config = json.loads((path / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.") and "torch_dtype" not in config
+    assert config["vocab_size"] == json.loads((model / "config.json").read_text())["vocab_size"]
 
 
 def test_a_folder_that_a_kill_has_left(tmp_path: Path, model: Path) -> None:
