@@ -13,7 +13,7 @@ from unison.workers.rollout.builtin import BUILTIN_TASKS
 from unison.workers.rollout.prompts import Prompt
 from unison.workers.rollout.rewards import score_group
 from unison.workers.rollout.task import Task
-from unison.workers.rollout.tasks import load_task
+from unison.workers.rollout.tasks import absolute_source, load_task
 
 
 def totals(task: Task, prompt: Prompt, *texts: str) -> list[float]:
@@ -288,3 +288,32 @@ def test_reasoning_gym_options_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="no_such_option") as caught:
         load_task("reasoning_gym:basic_arithmetic", options='{"no_such_option": 1}')
     assert caught.value.field == "task.source"
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("tasks/mine.py:letters", "{cwd}/tasks/mine.py:letters"),
+        ("jsonl:rows.jsonl", "jsonl:{cwd}/rows.jsonl"),
+        ("/a/mine.py:letters=0.5", "/a/mine.py:letters=0.5"),
+        ("sort-words", "sort-words"),
+        ("reasoning_gym:leg_counting", "reasoning_gym:leg_counting"),
+    ],
+)
+def test_sources_mean_the_same_from_everywhere(
+    source: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run finds its task, wherever it is started."""
+    monkeypatch.chdir(tmp_path)
+    assert absolute_source(source) == wanted.format(cwd=tmp_path)
+
+
+def test_ids_are_texts() -> None:
+    """The ledger and the wire know no others; said when the task is made, not when its first order is sent."""
+    with pytest.raises(ValueError, match="1000, a int"):
+        Task([Prompt(1000, text="a")], [Prompt("h", text="b")], [len])  # type: ignore[arg-type]
+
+
+def test_one_function_alone() -> None:
+    """TRL takes a function where it takes a list of them."""
+    assert [each.label for each in Task([Prompt("a", text="a")], [Prompt("h", text="b")], len).rewards] == ["len"]
