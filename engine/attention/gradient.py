@@ -34,7 +34,7 @@ def packed_backward(
     Shapes: grad [T, H, D]; saved = q [T, H, D], k and v [T, Hk, D], out [T, H, D].
     """
     q, k, v, out = saved
-    grads = tuple(torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
+    grads = tuple(tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     everything = (grad_THD, q, k, v, out)
     bounds = [(start, end) for start, end in itertools.pairwise(descriptor.seq_starts.tolist()) if end > start]
     for rows in _batches([(start, end) for start, end in bounds if end - start <= SHORT_ROWS]):

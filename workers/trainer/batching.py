@@ -212,14 +212,16 @@ class TokenColumns:
     """Sequences, empty ones included."""
 
     @staticmethod
-    def of(groups: Sequence[TrainGroup]) -> TokenColumns:
+    def of(groups: Sequence[TrainGroup], device: torch.device | str = "cpu") -> TokenColumns:
         """Columns of a micro-batch, in the order of `TrainablePolicy.logprobs`."""
         samples = [sample for group in groups for sample in group.samples]
 
         def column(name: str) -> Tensor:
-            return torch.tensor([value for sample in samples for value in getattr(sample, name)], dtype=torch.float32)
+            values = [value for sample in samples for value in getattr(sample, name)]
+            return torch.tensor(values, dtype=torch.float32, device=device)
 
         lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
         sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
         fresh = torch.tensor([sample.lag == 0 for sample in samples], dtype=torch.bool)[sequence]
+        sequence, fresh = sequence.to(device), fresh.to(device)
         return TokenColumns(column("behaviour"), column("advantages"), column("mask"), sequence, fresh, len(samples))

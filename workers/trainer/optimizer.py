@@ -168,7 +168,7 @@ class PolicyOptimizer:
             for name, parameter in self._parameters.items():
                 parameter.copy_(tensors[f"master.{name}"])
                 if f"exp_avg.{name}" in tensors:
-                    state = {moment: tensors[f"{moment}.{name}"].clone() for moment in MOMENTS}
+                    state = {moment: tensors[f"{moment}.{name}"].to(parameter.device, copy=True) for moment in MOMENTS}
                     steps = torch.tensor(float(scalars["schedule"]), device=parameter.device)
                     self._adamw.state[parameter] = {"step": steps, **state}
         with warnings.catch_warnings():

@@ -50,8 +50,9 @@ class TrainablePolicy:
         self.gradient_layout = WeightLayout(spec, torch.float32)
         self._parts = forward_parts(spec, config)
         self._is_checkpointed = is_checkpointed
-        self._device = torch.device(config.device)
-        self.gradient = self.gradient_layout.allocate(self._device)
+        self.device = torch.device(config.device)
+        """Where everything is computed."""
+        self.gradient = self.gradient_layout.allocate(self.device)
         """float32 [elements]: the sum of all backward passes since `zero_gradient`; padding between tensors is 0."""
         self.gradients = self.gradient_layout.views(self.gradient)
         """Views of it by Hugging Face name."""
@@ -83,16 +84,16 @@ class TrainablePolicy:
         At temperature 1 these are the bits of the engine's `raw_logprobs`; at another one, of its `logprobs` (without
         filters and penalties). `weights` (from `layout.bind`) takes others than those read: a reference policy.
         """
-        tokens = PackedTokens.of_groups(groups, self._device)
+        tokens = PackedTokens.of_groups(groups, self.device)
         targets = torch.tensor(
             [token for _, completions in groups for completion in completions for token in completion],
-            dtype=torch.int64, device=self._device,
+            dtype=torch.int64, device=self.device,
         )  # fmt: skip
         weights = weights or self._weights
         if weights is None:
             raise ValueError("there are no weights yet; `read` some")
         if not len(targets):
-            return torch.zeros(0, device=self._device)
+            return torch.zeros(0, device=self.device)
         decoder = self._parts.decoder
         hidden = packed_hidden(decoder, weights, self._parts.attention, tokens, self._is_checkpointed)
         rows = hidden.index_select(0, tokens.predicts)
@@ -131,7 +132,9 @@ def _head_logprobs(kernels: Kernels, hidden: Tensor, head: Tensor, targets: Tens
 
 def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
     """As the sampler scales them, to the bit."""
-    return logits if temperature == 1.0 else scaled(logits, torch.full((len(logits),), temperature))
+    if temperature == 1.0:
+        return logits
+    return scaled(logits, torch.full((len(logits),), temperature, device=logits.device))
 
 
 def _leaves(weights: DecoderWeights, gradients: DecoderWeights) -> DecoderWeights:

@@ -95,7 +95,7 @@ class BatchGradient:
             completions = [completion.token_ids for completion in result.completions]
             reference = self._reference_logprobs([(result.prompt_ids, completions)])
             drawn = [value for each in result.completions for value in behaviour_logprobs(each, self._config)]
-            behaviour = torch.tensor(drawn)
+            behaviour = torch.tensor(drawn, device=self._policy.device)
             kl = kl_estimate(behaviour, reference, algorithm.kl_estimator).split([len(ids) for ids in completions])
             found[result.order_id] = tuple(algorithm.kl_coef * float(part.sum()) for part in kl)
         return found
@@ -109,7 +109,7 @@ class BatchGradient:
         account = StepAccount()
         self._policy.zero_gradient()
         for part in micro_batches(batch.groups, self._config.optimizer.micro_batch_tokens):
-            columns = TokenColumns.of(part)
+            columns = TokenColumns.of(part, self._policy.device)
             tokens = self._tokens(part, columns)
             terms = policy_loss(tokens, batch.scale, self._config.algorithm)
             if terms.loss.requires_grad:
