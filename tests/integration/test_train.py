@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -307,4 +308,6 @@ def test_samples_and_curves(finished: TrainProcess) -> None:
     """The ledger can be browsed, and the curves are a picture."""
     shown = run_cli("samples", str(finished.run_dir), "--step", "3", "--limit", "5")
     assert shown.returncode == 0 and "32 trained" in shown.stdout
+    held_out = run_cli("samples", str(finished.run_dir), "--state", "evaluated", "--limit", "1")
+    assert re.search(r"\b10995116277\d\d\b", held_out.stdout), "an id can be read whole, and given to --order"
     assert (finished.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")

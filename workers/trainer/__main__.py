@@ -46,7 +46,7 @@ def _train(parent: Parent) -> int:
     with assemble_loop(
         config, Path(parent.config["base_model"]), links, secrets.token_hex(8), report, lambda: bool(signals)
     ) as loop:
-        parent.report("ready", step=loop.step)
+        parent.report("ready", step=loop.step, steps=config.steps)
         is_done = loop.run(lambda: bool(signals))
     return EXIT_OK if is_done else EXIT_INTERRUPTED
 

@@ -257,6 +257,11 @@ class TrainConfig(Checked):
                 "rollout.group_size",
                 f"is 1, and {self.algorithm.name} compares within the group; take at least 2, or reinforce_pp",
             )
+        if rollout.group_size == 1 and rollout.zero_variance != "keep":
+            raise ConfigError(
+                "rollout.zero_variance",
+                f"is {rollout.zero_variance}, which would leave out every group of 1 (rollout.group_size); use keep",
+            )
 
     @property
     def max_lag(self) -> int:

@@ -149,7 +149,7 @@ class TrainLoop:
             has_kl = self._config.algorithm.kl_coef > 0 and self._config.algorithm.kl_in == "loss"
             if batch.has_signal or (has_kl and batch.groups):
                 break
-            self._skip(results, is_fresh)
+            self._skip(results, outside, is_fresh)
             if self._num_dry > self._config.max_dry_batches:
                 return False
         self._num_dry = 0
@@ -196,12 +196,12 @@ class TrainLoop:
         penalties = self._parts.gradient.penalties(inside)
         return make_batch(inside, self._config, self._base.ordinal, penalties), outside
 
-    def _skip(self, results: list[RolloutResult], is_fresh: bool) -> None:
+    def _skip(self, results: list[RolloutResult], outside: Mapping[int, OrderEnd], is_fresh: bool) -> None:
         """A batch without signal moves nothing: no step, no version; its prompts have their end in the ledger."""
         self._parts.runner.forget_batch()
         if is_fresh:
             ends = {each.order_id: OrderEnd("dropped", "no_signal", result=each) for each in results}
-            self._parts.ledger.end_orders(ends, self.step + 1)
+            self._parts.ledger.end_orders({**ends, **outside}, self.step + 1)
         self._num_dry += 1
         log.warning("batch without signal", extra={"step": self.step + 1, "in_a_row": self._num_dry})
         if self._num_dry > self._config.max_dry_batches and self.step == 0:

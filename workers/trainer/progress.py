@@ -62,7 +62,9 @@ class ProgressDisplay:
         elif report.kind == "stopping":
             self.console.print("stopping after this step, with a checkpoint; once more to stop at once")
         elif report.kind == "ready" and values["step"]:
-            self.console.print(f"going on after step {values['step']}")
+            is_over = values["step"] >= values["steps"]
+            rest = f": nothing left of {values['steps']} steps, raise --steps" if is_over else ""
+            self.console.print(f"going on after step {values['step']}{rest}")
 
     def _on_step(self, values: dict[str, Any]) -> None:
         self._seconds.append(values["rollout_s"] + values["train_s"] + values["publish_s"])

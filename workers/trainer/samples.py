@@ -17,6 +17,8 @@ from rich.text import Text
 from ...ipc.errors import ConfigError
 from .ledger import LEDGER_FILE, open_to_read
 
+WIDE_COLUMNS = 320
+
 
 def open_ledger(run_dir: Path) -> sqlite3.Connection:
     """The ledger of a run, read-only.
@@ -33,11 +35,17 @@ def open_ledger(run_dir: Path) -> sqlite3.Connection:
 def show_samples(run_dir: Path, step: int | None, state: str | None, order: int | None, limit: int) -> None:
     """Print samples, newest first, and how the run's prompts have ended."""
     console = Console()
+    if not console.is_terminal:  # for a file or another program no width is too wide
+        console = Console(width=WIDE_COLUMNS)
     db = open_ledger(run_dir)
     try:
         counts = dict(db.execute("SELECT state, count(*) FROM orders GROUP BY state").fetchall())
         console.print("prompts: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
-        table = Table("order", "prompt", "state", "step", "#", "versions", "finish", "tokens", "reward", "text")
+        table = Table()
+        for name in ("order", "state", "step", "#", "versions", "finish", "tokens", "reward"):
+            table.add_column(name, no_wrap=True)  # where room is short the texts are wrapped, and not the numbers
+        table.add_column("prompt", overflow="fold")
+        table.add_column("text", overflow="fold")
         for row in _rows(db, step, state, order, limit):
             table.add_row(*row)
         console.print(table)
@@ -56,13 +64,13 @@ def _rows(
     )
     found = []
     for row in db.execute(query, (step, state, order, limit)):
-        order_id, prompt_id, end, reason, at, index, versions, finish, length, reward, text = row
+        order_id, prompt_id, end, reason, at, index, versions, finish, length, value, text = row
         spans = "" if versions is None else " ".join(
             str(version) for version, *_ in json.loads(versions)
         )  # fmt: skip
         found.append([
-            str(order_id), Text(prompt_id), f"{end}: {reason}" if reason else end, str(at or ""),
+            str(order_id), f"{end}: {reason}" if reason else end, str(at or ""),
             "" if index is None else str(index), spans, finish or "", "" if length is None else str(length),
-            "" if reward is None else f"{reward:.3f}", Text((text or "")[:200]),
+            "" if value is None else f"{value:.3f}", Text(prompt_id), Text((text or "")[:200]),
         ])  # fmt: skip
     return found

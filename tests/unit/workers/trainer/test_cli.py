@@ -57,6 +57,8 @@ def test_dry_run(model: Path, tmp_path: Path) -> None:
         (("--set", "optimizer.schedule=zigzag"), "optimizer.schedule"),
         (("--set", "rollout.overlong_buffer_tokens=999"), "rollout.overlong_buffer_tokens"),
         (("--group-size", "1"), "rollout.group_size"),
+        (("--group-size", "1", "--algorithm", "reinforce_pp", "--set", "rollout.zero_variance=drop"),
+         "rollout.zero_variance"),
         (("--mode", "async", "--set", "algorithm.num_iterations=2"), "algorithm.num_iterations"),
         (("--task", "nothing"), "task.source"), (("--resume",), "run_dir"),
     ],
@@ -95,11 +97,12 @@ def test_progress_lines() -> None:
     display.on_report(Report("step", {"step": 3, "steps": 5, **step_values(truncated=0.9, canary_mismatch=1.0)}))
     display.on_report(Report("evaluation", {"step": 3, "reward": 0.25, "version": 3.0, "length": 4.0}))
     display.on_report(Report("checkpoint", {"step": 3, "path": "/x"}))
-    display.on_report(Report("ready", {"step": 3}))
+    display.on_report(Report("ready", {"step": 3, "steps": 2}))
+    display.on_report(Report("stopping", {}))
     display.on_report(Report("dry", {"step": 3, "batches": 51}))
     display.stop()
     shown = text.getvalue()
-    said = ("step 3/5", "7 s left", "90% truncated", "engine and trainer differ", "0.250", "/x", "going on", "51")
+    said = ("step 3/5", "7 s left", "90% truncated", "engine and trainer differ", "0.250", "/x", "going on after step 3: nothing left of 2", "51", "once more to stop at once")
     for words in said:
         assert words in shown, words
 
