@@ -102,7 +102,10 @@ def test_progress_lines() -> None:
     display.on_report(Report("dry", {"step": 3, "batches": 51}))
     display.stop()
     shown = text.getvalue()
-    said = ("step 3/5", "7 s left", "90% truncated", "engine and trainer differ", "0.250", "/x", "going on after step 3: nothing left of 2", "51", "once more to stop at once")
+    said = (
+        "step 3/5", "7 s left", "90% truncated", "engine and trainer differ", "0.250", "/x",
+        "going on after step 3: nothing left of 2", "51", "once more to stop at once",
+    )  # fmt: skip
     for words in said:
         assert words in shown, words
 
