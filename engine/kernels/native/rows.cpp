@@ -5,6 +5,7 @@
 // the reference model has them; bf16 inputs are widened exactly.
 #include <algorithm>
 
+#include "linear_call.h"
 #include "pool.h"
 #include "row_sum.h"
 #include "simd.h"
@@ -171,8 +172,8 @@ UNISON_EXPORT void unison_row_logprobs(const float* x, int64_t stride, const int
     });
 }
 
-// What this library computes with: the instruction set of simd.h.
-UNISON_EXPORT const char* unison_variant() { return unison::kVariant; }
+// What this library computes with: the instruction set of simd.h, and that of the bf16 linear layers where it is another.
+UNISON_EXPORT const char* unison_variant() { return unison::has_dot() ? "avx2, avx512_bf16" : unison::kVariant; }
 
 UNISON_EXPORT void unison_exp(const float* x, float* out, int64_t count) {
     using namespace unison;

@@ -279,6 +279,41 @@ UNISON_INLINE void hold(F8& a) {
 #endif
 }
 
+// Takes subnormal operands and results for zero during the life of this object, if asked to and where the CPU can.
+class FlushSubnormals {
+#if defined(__x86_64__)
+  public:
+    explicit FlushSubnormals(bool wanted) : saved_(__builtin_ia32_stmxcsr()), wanted_(wanted) {
+        if (wanted_) __builtin_ia32_ldmxcsr(saved_ | kFlush);
+    }
+    ~FlushSubnormals() {
+        if (wanted_) __builtin_ia32_ldmxcsr(saved_);
+    }
+
+  private:
+    static constexpr unsigned kFlush = 0x8040;  // FTZ and DAZ
+    unsigned saved_;
+    bool wanted_;
+#elif defined(__aarch64__)
+  public:
+    explicit FlushSubnormals(bool wanted) : wanted_(wanted) {
+        asm volatile("mrs %0, fpcr" : "=r"(saved_));
+        if (wanted_) asm volatile("msr fpcr, %0" ::"r"(saved_ | kFlush));
+    }
+    ~FlushSubnormals() {
+        if (wanted_) asm volatile("msr fpcr, %0" ::"r"(saved_));
+    }
+
+  private:
+    static constexpr uint64_t kFlush = uint64_t{1} << 24;
+    uint64_t saved_;
+    bool wanted_;
+#else
+  public:
+    explicit FlushSubnormals(bool) {}
+#endif
+};
+
 // ---- built from the primitives: one definition for every machine ----
 
 // Round each lane to the storage type and back.

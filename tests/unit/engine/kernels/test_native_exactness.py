@@ -108,6 +108,28 @@ def scalar() -> NativeKernels:
         pytest.fail(f"the portable variant doesn't build: {error}")
 
 
+@pytest.fixture(scope="module")
+def without_dot() -> NativeKernels:
+    return NativeKernels(lib=load(build(["-DUNISON_NO_DOT"])))
+
+
+def flushed(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < 2.0**-126, x * 0.0, x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-19, 1e18], ids=["unit", "subnormal", "overflow"])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 11, 13, 24, 37, 100])
+def test_linear_has_the_bits_of_the_dot_product_instruction_without_it(
+    kernels: NativeKernels, without_dot: NativeKernels, m: int, scale: float
+) -> None:
+    """R3: the bf16 order of reduction is the instruction's, computed by other means where a CPU doesn't have it."""
+    for n, k in ((1, 1), (4, 31), (9, 32), (13, 33), (61, 80), (100, 576), (37, 1600)):
+        x, w = random(m, k, dtype=torch.float32), random(n, k, dtype=torch.float32, seed=1)
+        x, w, bias = (x * scale).bfloat16(), (w * scale).bfloat16(), random(n, dtype=torch.bfloat16, seed=2)
+        assert torch.equal(bits(kernels.linear(x, w, bias)), bits(without_dot.linear(x, w, bias)))
+        assert torch.equal(bits(kernels.logits(x, w)), bits(without_dot.logits(x, w)))
+
+
 @DTYPES
 def test_the_portable_variant_gives_the_same_bits(
     kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype
@@ -166,14 +188,17 @@ def test_exp_is_within_two_units_and_equal_in_both_variants(scalar: NativeKernel
 
 @pytest.mark.parametrize("ratio", [0.0, 2.0**-9, 2.0**-8, 3.0 * 2.0**-10, -(2.0**-9), 2.0**-15, 1.0, -1.0])
 def test_bf16_rounding_is_to_nearest_even_with_nan_kept(
-    kernels: NativeKernels, scalar: NativeKernels, ratio: float
+    kernels: NativeKernels, without_dot: NativeKernels, scalar: NativeKernels, ratio: float
 ) -> None:
-    """Every bf16 plus a fraction of itself, ties and overflow among them; torch's rounding is the reference."""
+    """Every bf16 plus a fraction of itself, ties and overflow among them; torch's rounding is the reference. Linear
+    layers take subnormals for zero, as the bf16 dot product does.
+    """
     high = torch.arange(0, 65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     low = (high.float() * ratio).to(torch.bfloat16)
-    expected = (high.float() + low.float() + 0.0).to(torch.bfloat16)  # sums begin at +0, which swallows -0
+    # Sums begin at +0, which swallows -0.
+    expected = (flushed(flushed(high.float()) + flushed(low.float())) + 0.0).to(torch.bfloat16)
     ones = torch.ones(1, 2, dtype=torch.bfloat16)
-    for each in (kernels, scalar):
+    for each in (kernels, without_dot, scalar):
         for rows in (1, 4):
             y = each.linear(ones.expand(rows, 2), torch.stack((high, low), 1))
             assert torch.equal(bits(y), bits(expected).expand(rows, -1))
