@@ -120,7 +120,7 @@ def assemble(
     sampler = Sampler(spec.vocab_size, kernels, device)
     window = config.sampling.penalty_window_tokens
     executor = Executor(decoder, attention, sampler, buffer, caches, workspace, window, guard.weights_of)
-    if device.type == "cuda" and config.runtime.cuda_graphs:
+    if config.runtime.cuda_graphs if device.type == "cuda" else config.runtime.tapes and kernels.name == "native":
         executor.capture_decodes()
     metrics = EngineMetrics(config.metrics.recent_requests)
     scheduler = Scheduler(config.scheduler, caches, guard, config.cache.prefix_caching, limits.max_len)

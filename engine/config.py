@@ -83,6 +83,8 @@ class RuntimeConfig(Checked):
     """Length of the prompt that `Engine.warm_up` runs before the first request; 0 runs none."""
     cuda_graphs: bool = bounded(True)
     """Capture steady decode in CUDA graphs (CUDA only)."""
+    tapes: bool = bounded(True)
+    """Record steady decode as a list of native calls and replay it without Python (CPU only)."""
 
 
 @dataclass(frozen=True)

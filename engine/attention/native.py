@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...ipc.errors import InvariantError
 from ..kernels.build import library, why_unavailable
+from ..kernels.tape import NativeFunction, keep
 from .attention import AttentionBackend
 from .descriptors import DecodeDescriptor, Descriptor, LayerAttention, LayerKV, PackedDescriptor, PrefillDescriptor
 from .gradient import packed_backward
@@ -97,10 +98,10 @@ class NativeAttention(AttentionBackend):
         self.split_tokens = split_tokens
         self.query_tile_rows = query_tile_rows
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._kernel = native.unison_attention
-        self._kernel.argtypes = [pointer] * 4
-        self._store_kernel = native.unison_store_kv
-        self._store_kernel.argtypes = [pointer] * 4 + [integer] * 3
+        self._kernel = NativeFunction(native, "unison_attention", (pointer,) * 4, ctypes.c_int)
+        self._store_kernel = NativeFunction(
+            native, "unison_store_kv", (pointer,) * 4 + (integer,) * 3, ctypes.c_int
+        )
 
     def describe(self) -> dict[str, str | int | bool]:
         """See the base class; `split_tokens` is part of what the bits depend on."""
@@ -142,6 +143,8 @@ class NativeAttention(AttentionBackend):
         if keys.layer is not layer:
             keys.layer, keys.scale, keys.window = layer, layer.scale, layer.window
         out_THD = torch.empty_like(q_THD)  # dense with the order of q's strides, which falls: contiguous
+        for needed in (out_THD, rows, keys):
+            keep(needed)
         fault = self._kernel(rows.address, keys.address, q_THD.data_ptr(), out_THD.data_ptr())
         if fault:
             raise InvariantError(f"attention over a {type(descriptor).__name__}: {_FAULTS[fault]}")

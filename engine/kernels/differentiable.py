@@ -5,7 +5,7 @@ the backward is plain torch (GEMMs in the dtype that is fast here, the rest in f
 order of reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
 
 Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they
-work on copies. Callers go on with what is returned and forget what they gave, so both read the same.
+work on copies; `out` is then left alone. Callers go on with what is returned and forget what they gave, so both read the same.
 """
 
 from __future__ import annotations
@@ -55,10 +55,20 @@ class _Linear(torch.autograd.Function):
         return None, None, grad_x, grad_w, grad_bias
 
 
-def linear(kernels: Kernels, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`Kernels.linear`, differentiable in x, w and bias."""
+def embedding(kernels: Kernels, table_VH: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    """`Kernels.gather_rows`, differentiable in the table."""
+    if not _records(table_VH):
+        return kernels.gather_rows(table_VH, ids_T)
+    return torch.nn.functional.embedding(ids_T, table_VH)
+
+
+def linear(
+    kernels: Kernels, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`Kernels.linear`, differentiable in x, w and bias. `out` is for calls that need no gradient."""
     if not _records(x, w, bias):
-        return kernels.linear(x, w, bias)
+        return kernels.linear(x, w, bias, out)
     return _Linear.apply(kernels, False, x, w, bias)
 
 
@@ -117,12 +127,15 @@ class _AddRmsNorm(torch.autograd.Function):
         return None, grad, grad, grad_weight, None
 
 
-def add_rms_norm(kernels: Kernels, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+def add_rms_norm(
+    kernels: Kernels, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float,
+    out: torch.Tensor | None = None,
+) -> Pair:  # fmt: skip
     """(residual + x, its rms_norm), differentiable in residual, x and weight. Without gradients `residual` itself
     is updated.
     """
     if not _records(residual, x, weight):
-        return residual, kernels.add_rms_norm(residual, x, weight, eps)
+        return residual, kernels.add_rms_norm(residual, x, weight, eps, out)
     return _AddRmsNorm.apply(kernels, residual, x, weight, eps)
 
 
@@ -171,10 +184,10 @@ class _SiluMul(torch.autograd.Function):
         return None, torch.cat((grad_gate, upstream * gate * gated), dim=-1).to(gate_up.dtype)
 
 
-def silu_mul(kernels: Kernels, gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(kernels: Kernels, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`Kernels.silu_mul`, differentiable."""
     if not _records(gate_up):
-        return kernels.silu_mul(gate_up)
+        return kernels.silu_mul(gate_up, out)
     return _SiluMul.apply(kernels, gate_up)
 
 

@@ -38,9 +38,22 @@ class Kernels(ABC):
     def exact(self) -> bool:
         """Whether rows are independent of their company (R3); see the module's text."""
 
+    @property
+    def writes_into_outputs(self) -> bool:
+        """Whether an `out` saves anything: False where results are computed elsewhere and copied there."""
+        return False
+
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """Which path is taken and why, as plain values for stats and the record of a policy version."""
+
+    @abstractmethod
+    def gather_rows(self, table_VH: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of a table by their numbers: embeddings, and rotary tables by position.
+
+        Shapes: table [V, H] of any dtype, contiguous; ids int64 [T]; y [T, H]. Raises IndexError for an id outside the
+        table (on CUDA, torch's own assertion).
+        """
 
     @abstractmethod
     def linear(

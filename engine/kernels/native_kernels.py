@@ -19,6 +19,7 @@ import torch
 
 from .build import library, why_unavailable
 from .kernels import Kernels
+from .tape import NativeFunction, keep
 from .torch_kernels import TorchKernels
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -39,10 +40,7 @@ def _functions(lib: ctypes.CDLL, name: str, argtypes: tuple[Any, ...]) -> dict[t
 
 
 def _function(lib: ctypes.CDLL, name: str, argtypes: tuple[Any, ...]) -> Function:
-    function = getattr(lib, name)
-    function.argtypes = argtypes
-    function.restype = None
-    return function
+    return NativeFunction(lib, name, argtypes)
 
 
 class NativeKernels(Kernels):
@@ -66,6 +64,9 @@ class NativeKernels(Kernels):
         self._norm = _functions(lib, "unison_rms_norm", _NORM)
         self._rope = _functions(lib, "unison_rope", _ROPE)
         self._silu_mul = _functions(lib, "unison_silu_mul", _SILU)
+        self._gather = NativeFunction(
+            lib, "unison_gather_rows", (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _COUNT), ctypes.c_int
+        )
         self._logsumexp = _function(lib, "unison_row_logsumexp", (_POINTER, _COUNT, _POINTER, _COUNT, _COUNT))
         self._logprobs = _function(lib, "unison_row_logprobs", (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT))
         lib.unison_variant.restype = ctypes.c_char_p
@@ -77,6 +78,10 @@ class NativeKernels(Kernels):
     @property
     def exact(self) -> bool:
         return self._torch is None or self._torch.exact
+
+    @property
+    def writes_into_outputs(self) -> bool:
+        return self._torch is None
 
     @property
     def num_threads(self) -> int:
@@ -103,6 +108,19 @@ class NativeKernels(Kernels):
         if self._torch is not None:
             plain["torch_linear"] = self._torch.describe()
         return plain
+
+    def gather_rows(self, table_VH: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        rows, width, stride = _matrix("table", table_VH)
+        if stride != width and rows > 1:
+            raise ValueError(f"table has strides {table_VH.stride()}; it must be contiguous")
+        if ids_T.dtype is not torch.int64 or not ids_T.is_cpu or ids_T.dim() != 1 or not ids_T.is_contiguous():
+            raise TypeError(f"ids are {ids_T.dtype} {tuple(ids_T.shape)}; gather_rows takes contiguous int64 [T], CPU")
+        count = ids_T.shape[0]
+        y, _ = _output(None, count, width, table_VH.dtype)
+        num_bytes = width * table_VH.dtype.itemsize
+        if self._gather(table_VH.data_ptr(), rows, num_bytes, ids_T.data_ptr(), y.data_ptr(), count):
+            raise IndexError(f"an id is outside the table of {rows} rows")
+        return y
 
     def linear(
         self,
@@ -247,7 +265,9 @@ def _output(
 ) -> tuple[torch.Tensor, int]:
     """A matrix to write to and its row stride."""
     if out is None:
-        return torch.empty((rows, width), dtype=dtype), width
+        out = torch.empty((rows, width), dtype=dtype)
+        keep(out)
+        return out, width
     if out.dtype is not dtype:
         raise TypeError(f"{name} is {out.dtype}; the result is {dtype}")
     out_rows, out_width, stride = _matrix(name, out)

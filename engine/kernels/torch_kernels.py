@@ -105,6 +105,9 @@ class TorchKernels(Kernels):
         recipes = {key: f"{r.min_rows}..{r.max_rows} rows, holds: {r.holds}" for key, r in self._used.items()}
         return {"name": self.name, "exact": self.exact, "gemm_blocks": recipes, "torch": torch.__version__}
 
+    def gather_rows(self, table_VH: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        return table_VH.index_select(0, ids_T)
+
     def linear(
         self,
         x_MK: torch.Tensor,

@@ -12,6 +12,7 @@ SmolLM3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,11 +20,35 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels import Kernels, differentiable
+from ..kernels.tape import keep
 from .layout import DecoderWeights, LayerWeights
 from .spec import ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) → [T, H, D]; q and k are rotated."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Scratch:
+    """Outputs that one layer writes and the next one overwrites, where nothing needs gradients."""
+
+    qkv: Tensor | None = None
+    branch: Tensor | None = None
+    gate_up: Tensor | None = None
+    gated: Tensor | None = None
+    hidden: Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: LayerWeights, hidden: Tensor) -> _Scratch:
+        """For any layer of the model: their shapes are alike. `hidden` [T, hidden] is taken into use."""
+        widths = (layer.qkv.shape[0], hidden.shape[1], layer.gate_up.shape[0], layer.gate_up.shape[0] // 2)
+        outputs = [hidden.new_empty(hidden.shape[0], width) for width in widths]
+        for output in outputs:
+            keep(output)
+        return cls(*outputs, hidden)
+
+
+_NO_SCRATCH = _Scratch()
 
 
 class Decoder:
@@ -45,12 +70,15 @@ class Decoder:
         Shapes: token ids and positions int64 [T].
         """
         kernels, eps = self.kernels, self.spec.rms_norm_eps
-        cos, sin = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
-        residual = torch.nn.functional.embedding(token_ids_T, weights.embedding)
+        cos, sin = kernels.gather_rows(self._cos, positions_T), kernels.gather_rows(self._sin, positions_T)
+        residual = differentiable.embedding(kernels, weights.embedding, token_ids_T)
         hidden = differentiable.rms_norm(kernels, residual, weights.layers[0].input_norm, eps)
+        scratch = None
+        if kernels.writes_into_outputs and not hidden.requires_grad:
+            scratch = _Scratch.of(weights.layers[0], hidden)
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            run = partial(self._layer, index, layer, next_norm, cos, sin, attend)
+            run = partial(self._layer, index, layer, next_norm, cos, sin, attend, scratch)
             if is_checkpointed:
                 residual, hidden = checkpoint(run, residual, hidden, use_reentrant=False)
             else:
@@ -63,22 +91,23 @@ class Decoder:
 
     def _layer(
         self, index: int, layer: LayerWeights, next_norm: Tensor, cos: Tensor, sin: Tensor, attend: Attend,
-        residual: Tensor, hidden: Tensor,
+        scratch: _Scratch | None, residual: Tensor, hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One layer, and the norm that the next one begins with: (residual, hidden)."""
-        kernels, eps = self.kernels, self.spec.rms_norm_eps
-        branch = self._attention(index, layer, hidden, cos, sin, attend)
-        residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps)
-        gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias)
-        branch = differentiable.linear(kernels, differentiable.silu_mul(kernels, gate_up), layer.down, layer.down_bias)
-        return differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps)
+        kernels, eps, to = self.kernels, self.spec.rms_norm_eps, scratch or _NO_SCRATCH
+        branch = self._attention(index, layer, hidden, cos, sin, attend, to)
+        residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps, to.hidden)
+        gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias, to.gate_up)
+        gated = differentiable.silu_mul(kernels, gate_up, to.gated)
+        branch = differentiable.linear(kernels, gated, layer.down, layer.down_bias, to.branch)
+        return differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps, to.hidden)
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+        self, index: int, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, to: _Scratch
     ) -> Tensor:
         spec, kernels = self.spec, self.kernels
         num_tokens, head_dim = hidden.shape[0], spec.head_dim
-        qkv = differentiable.linear(kernels, hidden, layer.qkv, layer.qkv_bias)
+        qkv = differentiable.linear(kernels, hidden, layer.qkv, layer.qkv_bias, to.qkv)
         heads = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, head_dim)
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -86,7 +115,8 @@ class Decoder:
         if spec.rope_layers[index]:
             q, k = differentiable.rope(kernels, q, k, cos, sin)
         out = attend(index, q, k, v)
-        return differentiable.linear(kernels, out.reshape(num_tokens, spec.num_heads * head_dim), layer.o, layer.o_bias)
+        flat = out.reshape(num_tokens, spec.num_heads * head_dim)
+        return differentiable.linear(kernels, flat, layer.o, layer.o_bias, to.branch)
 
     def _head_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
         flat = heads.reshape(-1, self.spec.head_dim)

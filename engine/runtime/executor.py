@@ -25,6 +25,7 @@ from ..models.layout import DecoderWeights
 from ..plan import BatchResult, Chunk, StepPlan, StepResult, SubBatch
 from ..request import Sequence
 from .graph import DecodeGraphs
+from .tapes import DecodeTapes
 from .sample import RowSampling, Sampled, Sampler, SamplingBatch
 from .workspace import Workspace
 
@@ -79,12 +80,15 @@ class Executor:
             for index in range(spec.num_layers)
         ]
         self._weights_of = weights_of
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | DecodeTapes | None = None
         self._steady: _Steady | None = None
 
     def capture_decodes(self) -> None:
-        """From now on run pure decodes through CUDA graphs (CUDA only)."""
-        self._graphs = DecodeGraphs(self._workspace.device, self._block_size, self._decode_logits)
+        """From now on run pure decodes through CUDA graphs, or through tapes of native calls on the CPU."""
+        is_cpu = self._workspace.host is self._workspace.device
+        self._graphs = (DecodeTapes if is_cpu else DecodeGraphs)(
+            self._workspace.device, self._block_size, self._decode_logits
+        )
 
     def forget_version(self, ordinal: int) -> None:
         """Nothing may point to this version's tensors any more."""

@@ -24,6 +24,7 @@
 #include "attention_group.h"
 #include "pool.h"
 #include "simd.h"
+#include "tape.h"
 
 namespace unison {
 namespace {
@@ -304,4 +305,6 @@ UNISON_EXPORT int unison_store_kv(const unison::AttentionKeys* keys, const char*
     return unison::kOk;
 }
 
+UNISON_WORDS(unison_attention)
+UNISON_WORDS(unison_store_kv)
 }

@@ -18,6 +18,7 @@
 #include "linear_call.h"
 #include "pool.h"
 #include "simd.h"
+#include "tape.h"
 
 namespace unison {
 namespace {
@@ -309,7 +310,8 @@ extern "C" {
     UNISON_EXPORT void NAME(const void* x, int64_t x_stride, const void* w, int64_t w_stride, const void* bias,       \
                             void* y, int64_t y_stride, int64_t M, int64_t N, int64_t K) {                             \
         unison::RUN({x, w, bias, y, x_stride, w_stride, y_stride, M, N, K, Y_IS_FLOAT});                              \
-    }
+    }                                                                                                                 \
+    UNISON_WORDS(NAME)
 UNISON_LINEAR(unison_linear_bf16, run_bf16, false)
 UNISON_LINEAR(unison_logits_bf16, run_bf16, true)
 UNISON_LINEAR(unison_linear_f32, run_linear<float>, true)

@@ -9,6 +9,7 @@
 #include "pool.h"
 #include "row_sum.h"
 #include "simd.h"
+#include "tape.h"
 
 namespace unison {
 namespace {
@@ -151,10 +152,24 @@ extern "C" {
                                                 int64_t out_stride, int64_t rows, int64_t inner) {                    \
         unison::run_silu_mul<TYPE>(static_cast<const TYPE*>(gate_up), stride, static_cast<TYPE*>(out),                \
                                    out_stride, rows, inner);                                                          \
-    }
+    }                                                                                                                 \
+    UNISON_WORDS(unison_rms_norm_##SUFFIX)                                                                            \
+    UNISON_WORDS(unison_rope_##SUFFIX)                                                                                \
+    UNISON_WORDS(unison_silu_mul_##SUFFIX)
 UNISON_ROWS(bf16, unison::bf16)
 UNISON_ROWS(f32, float)
 #undef UNISON_ROWS
+
+// Row ids[i] of the table, into row i of out. Returns 1 where an id is outside the table; the rows before it are written.
+UNISON_EXPORT int unison_gather_rows(const char* table, int64_t table_rows, int64_t row_bytes, const int64_t* ids,
+                                     char* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (ids[i] < 0 || ids[i] >= table_rows) return 1;
+        std::memcpy(out + i * row_bytes, table + ids[i] * row_bytes, static_cast<size_t>(row_bytes));
+    }
+    return 0;
+}
+UNISON_WORDS(unison_gather_rows)
 
 UNISON_EXPORT void unison_row_logsumexp(const float* x, int64_t stride, float* out, int64_t rows, int64_t V) {
     unison::for_rows(rows, V * 4, [&](int64_t row) {
