@@ -1,7 +1,7 @@
 """Kernels: the arithmetic of the decoder, each native code beside its torch reference.
 
 Reading order: kernels (the contract), torch_kernels (the reference), native_kernels (the door to native/*.cpp),
-build, selection, differentiable.
+build, selection, differentiable; adamw, the trainer's.
 """
 
 from .kernels import Kernels

@@ -1,6 +1,6 @@
 """PolicyOptimizer: float32 masters, AdamW, and the step that ends in a live version.
 
-A step is one act: update the masters, write them rounded into the reserved buffer (the publication's only copy), fence,
+A step is one act: update the masters and write them rounded into the reserved buffer, in one pass over memory, fence,
 hash, publish, wait for the acknowledgement. `num_steps` and `version` advance with the acknowledgement and not before.
 A publication that fails leaves the masters ahead and the old version live; `publish` then publishes them again, and the
 gradient is never applied twice.
@@ -11,13 +11,13 @@ Source: Loshchilov and Hutter 2019 (AdamW), alg. 2.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...engine.kernels.adamw import AdamWRates, AdamWRun, adamw_, sum_of_squares
 from ...engine.models.layout import WeightLayout
 from ...ipc.arena.publisher import WeightPublisher
 from ...ipc.errors import TrainingError
@@ -35,8 +35,6 @@ class PolicyOptimizer:
         self, layout: WeightLayout, tensors: Mapping[str, Tensor], config: OptimizerConfig, num_training_steps: int
     ) -> None:
         """`layout` is the float32 one; `tensors` by Hugging Face name, of any dtype, are copied."""
-        from transformers import get_scheduler  # noqa: PLC0415 - slow to import
-
         self._config = config
         self._layout = layout
         self.master = layout.allocate(next(iter(tensors.values())).device)
@@ -46,22 +44,12 @@ class PolicyOptimizer:
         with torch.no_grad():
             for name in layout.entries:
                 self.masters[name].copy_(tensors[name])
-        self._parameters = {
-            name: torch.nn.Parameter(self.masters[name], requires_grad=False) for name in layout.entries
-        }
-        decayed = [name for name, entry in layout.entries.items() if len(entry.shape) > 1]
-        plain = [name for name in layout.entries if name not in set(decayed)]
-        groups = [
-            {"params": [self._parameters[name] for name in names], "weight_decay": decay}
-            for names, decay in ((decayed, config.weight_decay), (plain, 0.0)) if names
-        ]  # fmt: skip
-        self._adamw = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-        )
-        arguments = {"min_lr_rate": 0.1} if config.schedule == "cosine_with_min_lr" else None
-        self._schedule = get_scheduler(
-            config.schedule, self._adamw, config.warmup_steps, num_training_steps, scheduler_specific_kwargs=arguments
-        )
+        self._moments: dict[str, dict[str, Tensor]] = {}
+        """Views by Hugging Face name of each of MOMENTS; none before the first update."""
+        self._rate_factor = _rate_factor(config, num_training_steps)
+        self._num_updates = 0
+        self._scale = 1.0
+        """Of the next update's gradient."""
         self.num_steps = 0
         """Steps whose version has been live."""
         self.version: PolicyVersion | None = None
@@ -72,21 +60,22 @@ class PolicyOptimizer:
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
-        return float(self._schedule.get_last_lr()[0])
+        return self._config.learning_rate * self._rate_factor(self._num_updates)
 
     def clip(self, gradient: Tensor) -> float:
-        """Scale a flat gradient down to the configured norm, in place; returns its norm before.
+        """Have the next update, which is of this flat gradient, scale it down to the configured norm; returns its norm
+        before. The gradient itself stays as it is.
 
         Raises:
             TrainingError: it isn't finite; nothing has advanced.
         """
-        norm = float(torch.linalg.vector_norm(gradient))
+        norm = sum_of_squares(gradient) ** 0.5
         if not norm < float("inf"):
             raise TrainingError(
                 f"the gradient's norm is {norm}; nothing was updated: look at rewards, log-probs and the learning rate"
             )
-        if self._config.max_grad_norm and norm > self._config.max_grad_norm:
-            gradient.mul_(self._config.max_grad_norm / norm)
+        longest = self._config.max_grad_norm
+        self._scale = longest / norm if 0 < longest < norm else 1.0
         return norm
 
     def step(self, gradients: Mapping[str, Tensor], publisher: WeightPublisher, wait_s: float = 30.0) -> WeightsLive:
@@ -100,8 +89,7 @@ class PolicyOptimizer:
         if self.is_ahead:
             raise TrainingError("the last step isn't published yet; call publish first")
         with publisher.update(wait_s) as update:
-            self.apply(gradients)
-            self._write(update.tensors)
+            self._update(gradients, update.tensors)
         return self._took(update.live)
 
     def publish(self, publisher: WeightPublisher, wait_s: float = 30.0) -> WeightsLive:
@@ -118,13 +106,29 @@ class PolicyOptimizer:
 
     def apply(self, gradients: Mapping[str, Tensor]) -> None:
         """One AdamW update of the masters."""
-        for name, parameter in self._parameters.items():
-            parameter.requires_grad_(True).grad = gradients[name]
-        self._adamw.step()
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(False).grad = None
-        self._schedule.step()
+        self._update(gradients, None)
+
+    def _update(self, gradients: Mapping[str, Tensor], written: Mapping[str, Tensor] | None) -> None:
+        """All of it or nothing. `written` gets the new weights; norms and biases don't decay."""
+        moments = self._moments or self._zero_moments()
+        first, second = (moments[moment] for moment in MOMENTS)
+        config = self._config
+        runs = [
+            AdamWRun(
+                gradients[name], self.masters[name], first[name], second[name],
+                None if written is None else written[name], config.weight_decay if len(entry.shape) > 1 else 0.0,
+            )
+            for name, entry in self._layout.entries.items()
+        ]  # fmt: skip
+        beta1, beta2, count = config.beta1, config.beta2, self._num_updates + 1
+        adamw_(runs, AdamWRates(self.learning_rate, beta1, beta2, config.eps, count, self._scale))
+        self._moments, self._num_updates = moments, count
+        self._scale = 1.0
         self.is_ahead = True
+
+    def _zero_moments(self) -> dict[str, dict[str, Tensor]]:
+        device = self.master.device
+        return {moment: self._layout.views(self._layout.allocate(device)) for moment in MOMENTS}
 
     def _write(self, tensors: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -143,16 +147,12 @@ class PolicyOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments by `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`; views, float32."""
-        found = {f"master.{name}": self.masters[name] for name in self._layout.entries}
-        for name, parameter in self._parameters.items():
-            state = self._adamw.state.get(parameter)
-            if state:
-                found |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
-        return found
+        kinds = {"master": self.masters, **self._moments}
+        return {f"{kind}.{name}": views[name] for kind, views in kinds.items() for name in self._layout.entries}
 
     def scalars(self) -> dict[str, Any]:
         """What else `restore` needs; plain values."""
-        return {"num_steps": self.num_steps, "schedule": self._schedule.state_dict()["last_epoch"]}
+        return {"num_steps": self.num_steps, "schedule": self._num_updates}
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on where another optimizer's `tensors` and `scalars` were taken; for an optimizer that was just built.
@@ -160,19 +160,28 @@ class PolicyOptimizer:
         Raises:
             TrainingError: they are of another model.
         """
-        wanted = {f"master.{name}" for name in self._layout.entries}
+        num_updates = int(scalars["schedule"])
+        moments = self._zero_moments() if num_updates else {}
+        kinds = {"master": self.masters, **moments}
+        wanted = {f"{kind}.{name}" for kind in kinds for name in self._layout.entries}
         if not wanted <= tensors.keys():
             raise TrainingError(f"the optimizer's state lacks {sorted(wanted - tensors.keys())[:4]}")
-        self.num_steps = int(scalars["num_steps"])
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[f"master.{name}"])
-                if f"exp_avg.{name}" in tensors:
-                    state = {moment: tensors[f"{moment}.{name}"].to(parameter.device, copy=True) for moment in MOMENTS}
-                    steps = torch.tensor(float(scalars["schedule"]), device=parameter.device)
-                    self._adamw.state[parameter] = {"step": steps, **state}
-        with warnings.catch_warnings():
-            # torch misses the optimizer's own steps, which were taken before.
-            warnings.simplefilter("ignore", UserWarning)
-            for _ in range(int(scalars["schedule"])):
-                self._schedule.step()
+            for kind, views in kinds.items():
+                for name in self._layout.entries:
+                    views[name].copy_(tensors[f"{kind}.{name}"])
+        self._moments, self._num_updates = moments, num_updates
+        self.num_steps = int(scalars["num_steps"])
+
+
+def _rate_factor(config: OptimizerConfig, num_training_steps: int) -> Callable[[int], float]:
+    """The configured schedule: the number of updates so far → share of the highest learning rate."""
+    from transformers import get_scheduler  # noqa: PLC0415 - slow to import
+
+    arguments = {"min_lr_rate": 0.1} if config.schedule == "cosine_with_min_lr" else None
+    carrier = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)  # a schedule is only made for an optimizer
+    schedule = get_scheduler(
+        config.schedule, carrier, config.warmup_steps, num_training_steps, scheduler_specific_kwargs=arguments
+    )
+    assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    return lambda num_updates: float(schedule.lr_lambdas[0](num_updates))

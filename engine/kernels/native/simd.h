@@ -71,6 +71,7 @@ UNISON_INLINE F8 add8(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
 UNISON_INLINE F8 sub8(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
 UNISON_INLINE F8 mul8(F8 a, F8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
 UNISON_INLINE F8 div8(F8 a, F8 b) { return {_mm256_div_ps(a.v, b.v)}; }
+UNISON_INLINE F8 sqrt8(F8 a) { return {_mm256_sqrt_ps(a.v)}; }
 UNISON_INLINE F8 max8(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
 UNISON_INLINE F8 min8(F8 a, F8 b) { return {_mm256_min_ps(a.v, b.v)}; }
 UNISON_INLINE F8 fma8(F8 a, F8 b, F8 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }  // a * b + c
@@ -148,6 +149,7 @@ UNISON_INLINE F8 add8(F8 a, F8 b) { return {vaddq_f32(a.lo, b.lo), vaddq_f32(a.h
 UNISON_INLINE F8 sub8(F8 a, F8 b) { return {vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi)}; }
 UNISON_INLINE F8 mul8(F8 a, F8 b) { return {vmulq_f32(a.lo, b.lo), vmulq_f32(a.hi, b.hi)}; }
 UNISON_INLINE F8 div8(F8 a, F8 b) { return {vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi)}; }
+UNISON_INLINE F8 sqrt8(F8 a) { return {vsqrtq_f32(a.lo), vsqrtq_f32(a.hi)}; }
 UNISON_INLINE F8 max8(F8 a, F8 b) {
     return {vbslq_f32(vcgtq_f32(a.lo, b.lo), a.lo, b.lo), vbslq_f32(vcgtq_f32(a.hi, b.hi), a.hi, b.hi)};
 }
@@ -223,6 +225,7 @@ UNISON_INLINE F8 add8(F8 a, F8 b) { return each8<F8>([&](int j) { return a.v[j] 
 UNISON_INLINE F8 sub8(F8 a, F8 b) { return each8<F8>([&](int j) { return a.v[j] - b.v[j]; }); }
 UNISON_INLINE F8 mul8(F8 a, F8 b) { return each8<F8>([&](int j) { return a.v[j] * b.v[j]; }); }
 UNISON_INLINE F8 div8(F8 a, F8 b) { return each8<F8>([&](int j) { return a.v[j] / b.v[j]; }); }
+UNISON_INLINE F8 sqrt8(F8 a) { return each8<F8>([&](int j) { return __builtin_sqrtf(a.v[j]); }); }
 UNISON_INLINE F8 max8(F8 a, F8 b) { return each8<F8>([&](int j) { return a.v[j] > b.v[j] ? a.v[j] : b.v[j]; }); }
 UNISON_INLINE F8 min8(F8 a, F8 b) { return each8<F8>([&](int j) { return a.v[j] < b.v[j] ? a.v[j] : b.v[j]; }); }
 UNISON_INLINE F8 fma8(F8 a, F8 b, F8 c) {

@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 from unison.engine.kernels import NativeKernels
+from unison.engine.kernels.adamw import AdamWRates, AdamWRun, native_adamw_, native_sum_of_squares
 from unison.engine.kernels.build import BuildError, build, library, load
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
@@ -218,3 +219,25 @@ def test_denormals_survive_a_caller_who_flushes_them(kernels: NativeKernels, thr
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(plain.view(torch.int32), flushed.view(torch.int32))
+
+
+@DTYPES
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+def test_the_portable_variant_updates_to_the_same_bits(
+    kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype, beta1: float
+) -> None:
+    """R3: masters, moments, weights and the sum of squares."""
+    vector, portable = library(), scalar._lib
+    assert vector is not None
+    state = [random(1003, dtype=torch.float32, seed=seed) for seed in range(4)]
+    state[0][:3], state[0][-2:] = torch.tensor([float("nan"), float("inf"), 1e-42]), torch.tensor([3e38, float("-inf")])
+    state[3].square_()
+    rates = AdamWRates(0.01, beta1, 0.99, 1e-8, 2, 0.7)
+    results = []
+    for lib in (vector, portable):
+        own = [*(each.clone() for each in state), torch.zeros(1003, dtype=dtype)]
+        native_adamw_(AdamWRun(*own, weight_decay=0.1), rates, lib)
+        results.append(own)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(bits(one), bits(other))
+    assert native_sum_of_squares(state[1], vector) == native_sum_of_squares(state[1], portable)

@@ -6,6 +6,7 @@ import mmap
 import pytest
 import torch
 from unison.engine.kernels import NativeKernels
+from unison.engine.kernels.adamw import AdamWRates, AdamWRun, adamw_, sum_of_squares
 from unison.engine.kernels.build import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
@@ -75,6 +76,18 @@ def test_row_operations_never_touch_past_an_end(kernels: NativeKernels, dtype: t
     logits = guarded(torch.randn(3, width))
     targets = guarded(torch.zeros(3, dtype=torch.int64))
     assert torch.equal(kernels.row_logprobs(logits, targets), kernels.row_logprobs(logits.clone(), targets.clone()))
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 31, 1029])
+def test_updates_never_touch_past_an_end(dtype: torch.dtype, count: int) -> None:
+    state = [torch.randn(count), torch.randn(count), torch.randn(count), torch.rand(count)]
+    rates, out = AdamWRates(0.01, 0.9, 0.99, 1e-8, 1), torch.zeros(count, dtype=dtype)
+    at_ends, plain = [guarded(each) for each in (*state, out)], [each.clone() for each in (*state, out)]
+    adamw_([AdamWRun(*at_ends)], rates)
+    adamw_([AdamWRun(*plain)], rates)
+    assert all(torch.equal(one, other) for one, other in zip(at_ends, plain, strict=True))
+    assert sum_of_squares(at_ends[0]) == sum_of_squares(plain[0])
 
 
 def test_a_target_outside_the_vocabulary_gives_nan_and_reads_nothing(kernels: NativeKernels) -> None:

@@ -54,14 +54,39 @@ def test_it_is_adamw() -> None:
 
 
 def test_clip() -> None:
-    """Scaled to the norm, left alone below it, refused where it isn't finite."""
-    ours = optimizer(max_grad_norm=1.0)
-    gradient = torch.tensor([3.0, 4.0])
-    assert ours.clip(gradient) == 5.0 and torch.allclose(gradient, torch.tensor([0.6, 0.8]))
-    assert ours.clip(gradient) == pytest.approx(1.0)
+    """The next update, and no other, has its gradient scaled to the norm; one that isn't finite is refused."""
+    ours, plain = optimizer(max_grad_norm=1.0), optimizer(max_grad_norm=1.0)
+    flat = LAYOUT.allocate()
+    flat[0], flat[1] = 3.0, 4.0
+    assert ours.clip(flat) == 5.0 and flat[:2].tolist() == [3.0, 4.0]
+    ours.apply(LAYOUT.views(flat))
+    scaled = flat * 0.2
+    assert plain.clip(scaled) == pytest.approx(1.0)
+    plain.apply(LAYOUT.views(scaled))
+    assert torch.equal(ours.master, plain.master)
+    ours.apply(LAYOUT.views(flat))
+    plain.apply(LAYOUT.views(flat))
+    assert torch.equal(ours.master, plain.master)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(TrainingError, match="norm"):
             ours.clip(torch.tensor([1.0, bad]))
+
+
+def test_a_step_without_a_buffer_stays_clipped() -> None:
+    """Nothing moves where no buffer can be had, and the step is clipped when it is tried again."""
+    ours, once = optimizer(max_grad_norm=0.5), optimizer(max_grad_norm=0.5)
+    flat = LAYOUT.allocate().fill_(1.0)
+    before = ours.master.clone()
+    ours.clip(flat)
+    once.clip(flat)
+    unreached: Any = object()
+    with pytest.raises(AttributeError):
+        ours.step(LAYOUT.views(flat), unreached)
+    assert torch.equal(ours.master, before) and not ours.is_ahead
+    ours.apply(LAYOUT.views(flat))
+    once.apply(LAYOUT.views(flat))
+    assert torch.equal(ours.tensors()["exp_avg.model.norm.weight"], once.tensors()["exp_avg.model.norm.weight"])
+    assert float(ours.tensors()["exp_avg.model.norm.weight"].max()) < 0.1
 
 
 @pytest.mark.parametrize("schedule", ["constant_with_warmup", "cosine", "cosine_with_min_lr", "linear", "polynomial"])
