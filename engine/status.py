@@ -48,5 +48,5 @@ def status_of(parts: EngineParts) -> EngineStatus:
         max_len=parts.limits.max_len,
         versions=parts.guard.installed,
         exact=parts.exactness,
-        kernels=parts.decoder.kernels.describe(),
+        kernels=parts.decoder.kernels.describe() | {"decode": parts.stepper.decode_path},
     )

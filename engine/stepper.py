@@ -49,6 +49,11 @@ class Stepper:
             raise
         return self._scheduler.apply(plan, result)
 
+    @property
+    def decode_path(self) -> str:
+        """How steady decode runs, for status."""
+        return self._executor.decode_path
+
     def clear_plan(self) -> None:
         """Forget the last plan: nothing has run since."""
         self.last_plan = StepPlan((), ())

@@ -5,7 +5,8 @@ the backward is plain torch (GEMMs in the dtype that is fast here, the rest in f
 order of reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
 
 Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they
-work on copies; `out` is then left alone. Callers go on with what is returned and forget what they gave, so both read the same.
+work on copies, and leave an `out` alone. Callers go on with what is returned and forget what they gave, so both read
+the same.
 """
 
 from __future__ import annotations

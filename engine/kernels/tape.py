@@ -1,10 +1,10 @@
 """Tapes: a forward pass recorded as a list of native calls, and run again by one.
 
 Owns: the recording and its checks. Steady decode runs the same calls on the same addresses step after step; replayed,
-they cost no Python. What is recorded are the calls themselves, so a replay computes what the recorded run computed, from
-what the inputs' memory holds now.
+they cost no Python. What is recorded are the calls themselves, so a replay computes what the recorded run computed,
+from what the inputs' memory holds now.
 
-A recording is refused where torch computed something in between (a copy, a sum): the replay would leave it out. All
+A recording is refused where torch computed something in between (a copy, a sum): a replay would leave it out. All
 tensors that native calls were given addresses of must outlive the tape: outputs made meanwhile are kept here, inputs are
 the caller's.
 
@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PASSIVE = frozenset(
-    "empty empty_like empty_strided new_empty view _unsafe_view reshape as_strided split split_with_sizes slice select "
-    "unsqueeze squeeze alias detach t transpose expand unbind".split()
+_ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty".split())
+_VIEWS = frozenset(
+    "view _unsafe_view reshape as_strided split split_with_sizes slice select unsqueeze squeeze alias detach t "
+    "transpose expand unbind".split()
 )
-"""Torch's operations that compute nothing: they allocate, or look at memory in another way."""
+"""Torch's operations that compute nothing, as long as what they give lies in the same memory: reshape may copy."""
 
 
 class _Current(threading.local):
@@ -64,11 +64,17 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.seen: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in _PASSIVE:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        is_passive = name in _ALLOCATIONS or (name in _VIEWS and _shares_memory(args[0], result))
+        if not is_passive:
             self.seen.add(name)
-        return func(*args, **(kwargs or {}))
+        return result
+
+
+def _shares_memory(source: Any, result: Any) -> bool:
+    parts = result if isinstance(result, list | tuple) else [result]
+    return all(part.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() for part in parts)
 
 
 class Tape:

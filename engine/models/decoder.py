@@ -27,6 +27,9 @@ from .spec import ModelSpec
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) → [T, H, D]; q and k are rotated."""
 
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin [T, D2] of a pass's positions, float32."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Scratch:
@@ -42,13 +45,9 @@ class _Scratch:
     def of(cls, layer: LayerWeights, hidden: Tensor) -> _Scratch:
         """For any layer of the model: their shapes are alike. `hidden` [T, hidden] is taken into use."""
         widths = (layer.qkv.shape[0], hidden.shape[1], layer.gate_up.shape[0], layer.gate_up.shape[0] // 2)
-        outputs = [hidden.new_empty(hidden.shape[0], width) for width in widths]
-        for output in outputs:
-            keep(output)
-        return cls(*outputs, hidden)
-
-
-_NO_SCRATCH = _Scratch()
+        qkv, branch, gate_up, gated = (hidden.new_empty(hidden.shape[0], width) for width in widths)
+        keep((qkv, branch, gate_up, gated))
+        return cls(qkv, branch, gate_up, gated, hidden)
 
 
 class Decoder:
@@ -70,15 +69,15 @@ class Decoder:
         Shapes: token ids and positions int64 [T].
         """
         kernels, eps = self.kernels, self.spec.rms_norm_eps
-        cos, sin = kernels.gather_rows(self._cos, positions_T), kernels.gather_rows(self._sin, positions_T)
+        rotary = kernels.gather_rows(self._cos, positions_T), kernels.gather_rows(self._sin, positions_T)
         residual = differentiable.embedding(kernels, weights.embedding, token_ids_T)
         hidden = differentiable.rms_norm(kernels, residual, weights.layers[0].input_norm, eps)
-        scratch = None
+        scratch = _Scratch()
         if kernels.writes_into_outputs and not hidden.requires_grad:
             scratch = _Scratch.of(weights.layers[0], hidden)
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            run = partial(self._layer, index, layer, next_norm, cos, sin, attend, scratch)
+            run = partial(self._layer, index, layer, next_norm, rotary, attend, scratch)
             if is_checkpointed:
                 residual, hidden = checkpoint(run, residual, hidden, use_reentrant=False)
             else:
@@ -90,12 +89,12 @@ class Decoder:
         return differentiable.logits(self.kernels, hidden_RH, weights.head)
 
     def _layer(
-        self, index: int, layer: LayerWeights, next_norm: Tensor, cos: Tensor, sin: Tensor, attend: Attend,
-        scratch: _Scratch | None, residual: Tensor, hidden: Tensor,
+        self, index: int, layer: LayerWeights, next_norm: Tensor, rotary: Rotary, attend: Attend, to: _Scratch,
+        residual: Tensor, hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One layer, and the norm that the next one begins with: (residual, hidden)."""
-        kernels, eps, to = self.kernels, self.spec.rms_norm_eps, scratch or _NO_SCRATCH
-        branch = self._attention(index, layer, hidden, cos, sin, attend, to)
+        kernels, eps = self.kernels, self.spec.rms_norm_eps
+        branch = self._attention(index, layer, hidden, rotary, attend, to)
         residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps, to.hidden)
         gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias, to.gate_up)
         gated = differentiable.silu_mul(kernels, gate_up, to.gated)
@@ -103,7 +102,7 @@ class Decoder:
         return differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps, to.hidden)
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, to: _Scratch
+        self, index: int, layer: LayerWeights, hidden: Tensor, rotary: Rotary, attend: Attend, to: _Scratch
     ) -> Tensor:
         spec, kernels = self.spec, self.kernels
         num_tokens, head_dim = hidden.shape[0], spec.head_dim
@@ -113,7 +112,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
         if spec.rope_layers[index]:
-            q, k = differentiable.rope(kernels, q, k, cos, sin)
+            q, k = differentiable.rope(kernels, q, k, *rotary)
         out = attend(index, q, k, v)
         flat = out.reshape(num_tokens, spec.num_heads * head_dim)
         return differentiable.linear(kernels, flat, layer.o, layer.o_bias, to.branch)

@@ -25,8 +25,8 @@ from ..models.layout import DecoderWeights
 from ..plan import BatchResult, Chunk, StepPlan, StepResult, SubBatch
 from ..request import Sequence
 from .graph import DecodeGraphs
-from .tapes import DecodeTapes
 from .sample import RowSampling, Sampled, Sampler, SamplingBatch
+from .tapes import DecodeTapes
 from .workspace import Workspace
 
 Scores = tuple[tuple[Chunk, np.ndarray, list[TopLogprobs]], ...]
@@ -89,6 +89,14 @@ class Executor:
         self._graphs = (DecodeTapes if is_cpu else DecodeGraphs)(
             self._workspace.device, self._block_size, self._decode_logits
         )
+
+    @property
+    def decode_path(self) -> str:
+        """How steady decode runs, for status."""
+        graphs = self._graphs
+        if isinstance(graphs, DecodeTapes):
+            return "tapes" if graphs.why_not is None else f"python: {graphs.why_not}"
+        return "python" if graphs is None else "CUDA graphs"
 
     def forget_version(self, ordinal: int) -> None:
         """Nothing may point to this version's tensors any more."""

@@ -34,8 +34,9 @@ class _Recorded:
 class DecodeTapes:
     """Records a forward pass when it first runs for a number of rows, and replays it from then on.
 
-    Invariant: a tape is replayed only after a recording of two rows or more, which goes the same way through the code, was
-    watched and found to consist of native calls alone. Where it doesn't, `why_not` says so and every step runs in Python.
+    Invariant: a tape is replayed only if its recording, or one of two rows or more before it, which goes the same way
+    through the code, was watched and found to consist of native calls alone. Where it doesn't, `why_not` says so and
+    every step runs in Python.
     """
 
     def __init__(self, inputs: StepInputs, block_size: int, forward: Forward) -> None:
@@ -67,7 +68,8 @@ class DecodeTapes:
     def _record(self, key: tuple[int, int], max_kv_len: int) -> Tensor:
         ordinal, rows = key
         inputs = self._inputs
-        descriptor = DecodeDescriptor(inputs.block_tables_RB[:rows], self._block_size, inputs.seq_lens_R[:rows], max_kv_len)
+        tables, lengths = inputs.block_tables_RB[:rows], inputs.seq_lens_R[:rows]
+        descriptor = DecodeDescriptor(tables, self._block_size, lengths, max_kv_len)
         arguments = (inputs.token_ids_T[:rows], inputs.positions_T[:rows], inputs.slots_T[:rows], descriptor)
         lib = library()
         if self.why_not is not None or lib is None:
