@@ -5,8 +5,8 @@ they cost no Python. What is recorded are the calls themselves, so a replay comp
 from what the inputs' memory holds now.
 
 A recording is refused where torch computed something in between (a copy, a sum): a replay would leave it out. All
-tensors that native calls were given addresses of must outlive the tape: outputs made meanwhile are kept here, inputs are
-the caller's.
+tensors that native calls were given addresses of must outlive the tape: outputs made meanwhile are kept here, inputs
+are the caller's.
 
 Thread rule: a recording belongs to the thread that began it; a tape is replayed by one thread at a time.
 """
