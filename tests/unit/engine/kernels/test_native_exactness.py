@@ -108,6 +108,7 @@ def scalar() -> NativeKernels:
         pytest.fail(f"the portable variant doesn't build: {error}")
 
 
+@pytest.mark.slow
 @DTYPES
 def test_the_portable_variant_gives_the_same_bits(
     kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype
