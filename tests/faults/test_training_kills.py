@@ -52,7 +52,10 @@ def test_trainer(number: signal.Signals, mode: str, chat_model: Path, task: str,
         wait_until(lambda: process.pids().get("trainer", old) != old, "a new trainer")
         wait_until(lambda: query(process.run_dir, "SELECT count(*) FROM resumes") == [(1,)], "its resuming")
         process.wait_step(12)
-        finish(process, chat_model)
+        if number is signal.SIGKILL:
+            finish(process, chat_model)
+        else:
+            stop(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -152,7 +155,7 @@ def test_what_fails_in_an_evaluation_costs_no_training(chat_model: Path, tmp_pat
 
 def test_a_second_interrupt_ends_at_once(chat_model: Path, tmp_path: Path) -> None:
     """Ctrl-C twice: no checkpoint is waited for; what the ledger has stays sound, and the run can be resumed."""
-    slow = "import time\ndef slow(completions, **_):\n    time.sleep(0.3)\n    return vowels(completions)\n"
+    slow = "import time\ndef slow(completions, **_):\n    time.sleep(0.1)\n    return vowels(completions)\n"
     task = write_task(tmp_path / "slow.py", "slow", slow)
     with training(tmp_path / "r", chat_model, task, *LONG) as process:
         process.wait_step(1)

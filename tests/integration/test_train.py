@@ -33,7 +33,8 @@ pytestmark = pytest.mark.slow
 def finished(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainProcess:
     """A run of eight steps in synchronous mode, uninterrupted."""
     folder = tmp_path_factory.mktemp("finished")
-    return train(folder / "r", chat_model, write_task(folder / "letters.py"), *FAST, "--steps", "8")
+    task = write_task(folder / "letters.py")
+    return train(folder / "r", chat_model, task, *FAST, "--steps", "8", has_curves=True)
 
 
 def test_it_learns(finished: TrainProcess) -> None:
