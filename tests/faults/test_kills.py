@@ -24,7 +24,7 @@ from unison.ipc.client import Client
 from unison.ipc.errors import DigestMismatchError, UnisonError, WorkerLostError
 from unison.ipc.types import FinishReason, RequestOutput, SamplingParams, TokenDelta
 
-BACK_S = 10.0
+BACK_S = 30.0
 """Service is back within this time after a process of it was killed."""
 LONG = SamplingParams(max_tokens=480, temperature=1.0, seed=5, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=1.0, seed=6, ignore_eos=True)

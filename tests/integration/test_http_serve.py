@@ -24,7 +24,7 @@ from unison.ipc.client import Client
 pytestmark = [pytest.mark.slow]
 
 MODEL = "smollm2-135m"
-BACK_S = 10.0
+BACK_S = 30.0
 KEYS = {"authorization": "Bearer user-key"}
 ADMIN = {"authorization": "Bearer admin-key"}
 OPTIONS = (
