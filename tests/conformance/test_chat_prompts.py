@@ -14,13 +14,13 @@ import torch
 from unison.engine.config import CacheConfig, EngineConfig
 from unison.engine.engine import Engine
 from unison.engine.models.packed import packed_forward
-from unison.ipc.types import SamplingParams
+from unison.ipc.types import FinishReason, SamplingParams
 
 pytestmark = [pytest.mark.slow]
 
 NUM_TOKENS = 6
 EXACT_EVERY = 6
-"""Every so many prompts is also compared in float64, where a forward is slow."""
+"""Every so many prompts is also compared in float64, and with `generate`, which are slow."""
 QUESTIONS = [
     "What is the capital of France?", "Name three primary colours.", "Why is the sky blue?",
     "Count from one to five.", "Who wrote Hamlet?", "What is 12 times 12?", "Give me a synonym for 'happy'.",
@@ -80,14 +80,17 @@ def test_fifty_prompts(both: Both) -> None:
     weights = parts.guard.weights_of(0)
     outputs = both.engine.run_batch(every, SamplingParams(max_tokens=NUM_TOKENS, temperature=0))
     for index, (ids, output) in enumerate(zip(every, outputs, strict=True)):
-        inputs = torch.tensor([ids])
+        tokens = list(output.completions[0].token_ids)
+        assert len(tokens) == NUM_TOKENS or output.completions[0].finish_reason is FinishReason.STOP
         ours = parts.decoder.logits(weights, packed_forward(parts.decoder, weights, parts.attention, [ids])[-64:])
-        keep = min(64, len(ids))
-        assert (ours - both.model(inputs, logits_to_keep=keep).logits[0]).abs().max() <= 2e-4, ids[:8]
+        keep, inputs = min(64, len(ids)), torch.tensor([ids])
+        # One forward over prompt and answer: each token of a greedy answer is the likeliest after those before it.
+        whole = torch.tensor([[*ids, *tokens[:-1]]])
+        theirs = both.model(whole, logits_to_keep=keep + len(tokens) - 1).logits[0]
+        assert (ours - theirs[:keep]).abs().max() <= 2e-4, ids[:8]
+        assert theirs[keep - 1 :].argmax(-1).tolist() == tokens, both.tokenizer.decode(ids[-30:])
         if index % EXACT_EVERY == 0 or len(ids) == 1:
             assert (ours - both.exact_model(inputs, logits_to_keep=keep).logits[0]).abs().max() <= 1e-4, ids[:8]
-        mask = torch.ones_like(inputs)
-        generated = both.model.generate(inputs, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False)
-        assert list(output.completions[0].token_ids) == generated[0, len(ids) :].tolist(), both.tokenizer.decode(
-            ids[-30:]
-        )
+            mask = torch.ones_like(inputs)
+            generated = both.model.generate(inputs, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False)
+            assert generated[0, len(ids) :].tolist() == tokens, both.tokenizer.decode(ids[-30:])

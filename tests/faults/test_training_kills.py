@@ -12,24 +12,11 @@ from pathlib import Path
 
 import pytest
 from harness.serving import is_running, wait_until
-from harness.tiny_directory import write_tiny_chat_directory
 from harness.training import FAST, TrainProcess, assert_accounted, children_gone, query, train, training, write_task
 
 pytestmark = pytest.mark.slow
 
 LONG = (*FAST, "--steps", "100000", "--set", "checkpoint.interval_steps=5")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_chat_directory(directory)
-    return directory
-
-
-@pytest.fixture
-def task(tmp_path: Path) -> str:
-    return write_task(tmp_path / "letters.py")
 
 
 def stop(process: TrainProcess) -> None:
@@ -39,11 +26,11 @@ def stop(process: TrainProcess) -> None:
     assert_accounted(process.run_dir)
 
 
-def finish(process: TrainProcess, model: Path, more: int = 3) -> None:
+def finish(process: TrainProcess, chat_model: Path, more: int = 3) -> None:
     """The same, then resume it for a few steps, and have it end by itself."""
     stop(process)
     last = process.steps()[-1]["step"]
-    train(process.run_dir, model, "", "--resume", "--steps", str(last + more))
+    train(process.run_dir, chat_model, "", "--resume", "--steps", str(last + more))
     counts = assert_accounted(process.run_dir)
     assert counts["trained"] == 4 * (last + more)
     assert "issued" not in counts
@@ -56,22 +43,25 @@ def finish(process: TrainProcess, model: Path, more: int = 3) -> None:
     [(signal.SIGKILL, "sync"), (signal.SIGKILL, "async"), (signal.SIGSTOP, "sync")],
     ids=["killed", "killed, async", "stopped"],
 )
-def test_trainer(number: signal.Signals, mode: str, model: Path, task: str, tmp_path: Path) -> None:
+def test_trainer(number: signal.Signals, mode: str, chat_model: Path, task: str, tmp_path: Path) -> None:
     """P28, P36: a new trainer goes on from the newest checkpoint; later steps are undone, their prompts drawn again."""
-    with training(tmp_path / "r", model, task, *LONG, "--mode", mode) as process:
+    with training(tmp_path / "r", chat_model, task, *LONG, "--mode", mode) as process:
         process.wait_step(7)
         old = process.pid_of("trainer")
         os.kill(old, number)
         wait_until(lambda: process.pids().get("trainer", old) != old, "a new trainer")
         wait_until(lambda: query(process.run_dir, "SELECT count(*) FROM resumes") == [(1,)], "its resuming")
         process.wait_step(12)
-        finish(process, model)
+        if number is signal.SIGKILL:
+            finish(process, chat_model)
+        else:
+            stop(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_rollout_worker(number: signal.Signals, model: Path, task: str, tmp_path: Path) -> None:
+def test_rollout_worker(number: signal.Signals, chat_model: Path, task: str, tmp_path: Path) -> None:
     """P36: its successor gets the open orders again; no step is lost."""
-    with training(tmp_path / "r", model, task, *LONG, "--set", "rollout.num_workers=2") as process:
+    with training(tmp_path / "r", chat_model, task, *LONG, "--set", "rollout.num_workers=2") as process:
         process.wait_step(3)
         old = process.pid_of("rollout")
         os.kill(old, number)
@@ -82,9 +72,9 @@ def test_rollout_worker(number: signal.Signals, model: Path, task: str, tmp_path
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_gpu_worker(mode: str, model: Path, task: str, tmp_path: Path) -> None:
+def test_gpu_worker(mode: str, chat_model: Path, task: str, tmp_path: Path) -> None:
     """P10: the engine comes back on the live version; rollouts are sent again, publications too; no step is lost."""
-    with training(tmp_path / "r", model, task, *LONG, "--mode", mode) as process:
+    with training(tmp_path / "r", chat_model, task, *LONG, "--mode", mode) as process:
         for _ in range(3):
             process.wait_step(len(process.steps()) + 2)
             old = process.worker_pid
@@ -95,9 +85,9 @@ def test_gpu_worker(mode: str, model: Path, task: str, tmp_path: Path) -> None:
         stop(process)
 
 
-def test_everything_at_once(model: Path, task: str, tmp_path: Path) -> None:
+def test_everything_at_once(chat_model: Path, task: str, tmp_path: Path) -> None:
     """P33, P34: a killed supervisor takes all children along and leaves no socket; --resume goes on."""
-    with training(tmp_path / "r", model, task, *LONG) as process:
+    with training(tmp_path / "r", chat_model, task, *LONG) as process:
         process.wait_step(8)
         pids = process.pids()
         assert {"gpu", "rollout", "trainer"} <= pids.keys()
@@ -105,41 +95,42 @@ def test_everything_at_once(model: Path, task: str, tmp_path: Path) -> None:
         process.popen.wait()
         wait_until(lambda: not any(map(is_running, pids.values())), "the children's end")
         children_gone(process)
-        train(process.run_dir, model, "", "--resume", "--steps", "12")
+        train(process.run_dir, chat_model, "", "--resume", "--steps", "12")
     counts = assert_accounted(tmp_path / "r")
     assert counts["trained"] == 48
 
 
-def test_everything_before_the_first_checkpoint(model: Path, task: str, tmp_path: Path) -> None:
+def test_everything_before_the_first_checkpoint(chat_model: Path, task: str, tmp_path: Path) -> None:
     """P28, P34: with no checkpoint to go on from, the run begins anew from its first weights, whatever number of
     versions had been live; their ordinals aren't used again. A `#` in the path is a letter like another."""
     run_dir = tmp_path / "r#1"
-    with training(run_dir, model, task, *FAST, "--steps", "100000", "--set", "checkpoint.interval_steps=0") as process:
+    options = (*FAST, "--steps", "100000", "--set", "checkpoint.interval_steps=0")
+    with training(run_dir, chat_model, task, *options) as process:
         process.wait_step(9)
         process.popen.kill()
         process.popen.wait()
         children_gone(process)
     before = query(run_dir, "SELECT count(*) FROM versions")[0][0]
-    train(run_dir, model, "", "--resume", "--steps", "3")
+    train(run_dir, chat_model, "", "--resume", "--steps", "3")
     assert assert_accounted(run_dir)["trained"] == 12
     assert query(run_dir, "SELECT count(*) FROM versions") == [(before + 4,)], "the first weights, three steps"
     assert query(run_dir, "SELECT min(ordinal), max(ordinal) FROM versions") == [(0, before + 3)]
     assert query(run_dir, "SELECT step FROM evaluations ORDER BY step") == [(0,), (3,)]
 
 
-def test_damaged_checkpoints_are_not_begun_over(model: Path, task: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_not_begun_over(chat_model: Path, task: str, tmp_path: Path) -> None:
     """P13: where no checkpoint is what its digests say the run is refused and stays as it was."""
-    process = train(tmp_path / "r", model, task, *FAST, "--steps", "2")
+    process = train(tmp_path / "r", chat_model, task, *FAST, "--steps", "2")
     for path in (process.run_dir / "checkpoints").iterdir():
         (path / "config.json").write_text("{}")
     steps = query(process.run_dir, "SELECT * FROM steps")
-    with training(process.run_dir, model, "", "--resume", "--steps", "3") as again:
+    with training(process.run_dir, chat_model, "", "--resume", "--steps", "3") as again:
         assert again.wait_end() == 70
     assert "is what its digests say" in again.output
     assert query(process.run_dir, "SELECT * FROM steps") == steps
 
 
-def test_what_fails_in_an_evaluation_costs_no_training(model: Path, tmp_path: Path) -> None:
+def test_what_fails_in_an_evaluation_costs_no_training(chat_model: Path, tmp_path: Path) -> None:
     """P37: a held-out rollout that can't be scored ends the run, after the steps before it are in a checkpoint; the
     evaluation is made up for when the run goes on."""
     fails = (
@@ -154,25 +145,25 @@ def test_what_fails_in_an_evaluation_costs_no_training(model: Path, tmp_path: Pa
     task = write_task(tmp_path / "some.py", "some", fails)
     options = ("--steps", "4", "--set", "evaluation.interval_steps=2", "--set", "checkpoint.interval_steps=0",
                "--set", "rollout.reward_attempts=1")  # fmt: skip
-    with training(tmp_path / "r", model, task, *FAST, *options) as process:
+    with training(tmp_path / "r", chat_model, task, *FAST, *options) as process:
         assert process.wait_end() == 70
     assert [path.name for path in (process.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
-    train(process.run_dir, model, "", "--resume")
+    train(process.run_dir, chat_model, "", "--resume")
     assert query(process.run_dir, "SELECT step FROM evaluations ORDER BY step") == [(0,), (2,), (4,)]
     assert_accounted(process.run_dir)
 
 
-def test_a_second_interrupt_ends_at_once(model: Path, tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_at_once(chat_model: Path, tmp_path: Path) -> None:
     """Ctrl-C twice: no checkpoint is waited for; what the ledger has stays sound, and the run can be resumed."""
-    slow = "import time\ndef slow(completions, **_):\n    time.sleep(0.3)\n    return vowels(completions)\n"
+    slow = "import time\ndef slow(completions, **_):\n    time.sleep(0.1)\n    return vowels(completions)\n"
     task = write_task(tmp_path / "slow.py", "slow", slow)
-    with training(tmp_path / "r", model, task, *LONG) as process:
+    with training(tmp_path / "r", chat_model, task, *LONG) as process:
         process.wait_step(1)
         process.popen.send_signal(signal.SIGINT)
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait_end() == 75, process.story
         children_gone(process)
-        train(process.run_dir, model, "", "--resume", "--steps", "3")
+        train(process.run_dir, chat_model, "", "--resume", "--steps", "3")
     assert assert_accounted(tmp_path / "r")["trained"] == 12
 
 
@@ -190,12 +181,12 @@ def bad(completions, at, **_):
 REASONS = {1: "reward_timeout", 2: "reward_crashed", 3: "reward_error", 4: "reward_invalid", 5: "reward_invalid"}
 
 
-def test_reward_functions_that_fail(model: Path, tmp_path: Path) -> None:
+def test_reward_functions_that_fail(chat_model: Path, tmp_path: Path) -> None:
     """P18, P25, P36: a group whose scoring hangs, crashes, raises or gives values that can't be is rejected with its
     reason and replaced, never scored 0."""
     task = write_task(tmp_path / "bad.py", "bad", BAD_REWARDS)
     process = train(
-        tmp_path / "r", model, task, *FAST, "--steps", "5", "--set", "rollout.reward_timeout_s=1",
+        tmp_path / "r", chat_model, task, *FAST, "--steps", "5", "--set", "rollout.reward_timeout_s=1",
         "--set", "rollout.reward_attempts=1", "--set", "task.num_eval_prompts=1",
     )  # fmt: skip
     rejected = query(process.run_dir, "SELECT prompt_index % 8, reason, detail FROM orders WHERE state = 'rejected'")
@@ -204,30 +195,30 @@ def test_reward_functions_that_fail(model: Path, tmp_path: Path) -> None:
     assert assert_accounted(process.run_dir)["trained"] == 20
 
 
-def test_rewards_that_always_fail_end_the_run(model: Path, tmp_path: Path) -> None:
+def test_rewards_that_always_fail_end_the_run(chat_model: Path, tmp_path: Path) -> None:
     """S28: a batch that can't be had raises with order ids and reasons; no step was taken."""
     task = write_task(tmp_path / "bad.py", "bad", "def bad(**_): raise RuntimeError('never')\n")
     with training(
-        tmp_path / "r", model, task, *FAST, "--set", "rollout.max_rejected=5", "--set", "rollout.reward_attempts=1"
+        tmp_path / "r", chat_model, task, *FAST, "--set", "rollout.max_rejected=5", "--set", "rollout.reward_attempts=1"
     ) as process:
         assert process.wait_end() == 70
     assert "RolloutFailedError" in process.output and "never" in process.output
     assert query(tmp_path / "r", "SELECT count(*) FROM steps") == [(0,)]
 
 
-def test_a_task_that_differs_between_processes(model: Path, tmp_path: Path) -> None:
+def test_a_task_that_differs_between_processes(chat_model: Path, tmp_path: Path) -> None:
     """P40: prompts that aren't the same in every process are refused, not mixed up."""
     task = write_task(tmp_path / "t.py")
     text = (tmp_path / "t.py").read_text().replace('f"{split}-{at}"', 'f"{split}-{at}-{os.getpid()}"')
     (tmp_path / "t.py").write_text("import os\n" + text)
-    with training(tmp_path / "r", model, task, *FAST) as process:
+    with training(tmp_path / "r", chat_model, task, *FAST) as process:
         assert process.wait_end() == 70
     assert "the task isn't the same" in process.output
 
 
-def test_a_checkpoint_that_cannot_be_written(model: Path, task: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written(chat_model: Path, task: str, tmp_path: Path) -> None:
     """P13: it ends the run with a clear reason; the one before is whole, and the run goes on from it."""
-    with training(tmp_path / "r", model, task, *FAST, "--steps", "100000") as process:
+    with training(tmp_path / "r", chat_model, task, *FAST, "--steps", "100000") as process:
         process.wait_step(3)
         folder = tmp_path / "r" / "checkpoints"
         blocked = folder / ".writing-step-00000040"
@@ -235,17 +226,17 @@ def test_a_checkpoint_that_cannot_be_written(model: Path, task: str, tmp_path: P
         assert process.wait_end() == 70
     assert "CheckpointError" in process.output
     blocked.unlink()
-    train(tmp_path / "r", model, "", "--resume", "--steps", "42")
+    train(tmp_path / "r", chat_model, "", "--resume", "--steps", "42")
     assert assert_accounted(tmp_path / "r")["trained"] == 4 * 42
 
 
-def test_a_checkpoint_of_another_run_is_refused(model: Path, task: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(chat_model: Path, task: str, tmp_path: Path) -> None:
     """P28: ledger and checkpoint must be of one history; nothing is trained otherwise."""
-    train(tmp_path / "a", model, task, *FAST, "--steps", "2")
-    train(tmp_path / "b", model, task, *FAST, "--steps", "2", "--seed", "1")
+    train(tmp_path / "a", chat_model, task, *FAST, "--steps", "2")
+    train(tmp_path / "b", chat_model, task, *FAST, "--steps", "2", "--seed", "1")
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     shutil.copytree(tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
-    with training(tmp_path / "a", model, "", "--resume", "--steps", "4") as process:
+    with training(tmp_path / "a", chat_model, "", "--resume", "--steps", "4") as process:
         assert process.wait_end() == 70
     assert "isn't of the run" in process.output
     assert query(tmp_path / "a", "SELECT count(*) FROM steps") == [(2,)]

@@ -47,9 +47,10 @@ def write_task(path: Path, reward: str = "vowels", extra: str = "") -> str:
 
 
 class TrainProcess(ServeProcess):
-    """One `bin/train`, started as its script starts it."""
+    """One `bin/train`, started as its script starts it; without matplotlib, whose import takes longer than a short run,
+    unless the picture is wanted."""
 
-    def __init__(self, run_dir: Path, model: Path, task: str, *options: str) -> None:
+    def __init__(self, run_dir: Path, model: Path, task: str, *options: str, has_curves: bool = False) -> None:
         self.run_dir = run_dir
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._out = run_dir.parent / f"{run_dir.name}.out"
@@ -59,7 +60,7 @@ class TrainProcess(ServeProcess):
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "unison.workers.trainer.cli", *arguments],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | {"COLUMNS": "400"},
+                env=os.environ | {"COLUMNS": "400"} | ({} if has_curves else _without_matplotlib(run_dir.parent)),
             )  # fmt: skip
 
     @property
@@ -102,10 +103,20 @@ class TrainProcess(ServeProcess):
         return self.output + self.logs
 
 
+def _without_matplotlib(folder: Path) -> dict[str, str]:
+    """An environment in which the import of matplotlib fails at once, as where it isn't installed."""
+    hidden = folder / "without"
+    hidden.mkdir(exist_ok=True)
+    (hidden / "matplotlib.py").write_text("raise ImportError('left out')\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(hidden), os.environ.get("PYTHONPATH")]))}
+
+
 @contextmanager
-def training(run_dir: Path, model: Path, task: str, *options: str) -> Iterator[TrainProcess]:
+def training(
+    run_dir: Path, model: Path, task: str, *options: str, has_curves: bool = False
+) -> Iterator[TrainProcess]:
     """A run that is ended at the end of the block, whatever happens."""
-    process = TrainProcess(run_dir, model, task, *options)
+    process = TrainProcess(run_dir, model, task, *options, has_curves=has_curves)
     try:
         yield process
     finally:
@@ -113,9 +124,9 @@ def training(run_dir: Path, model: Path, task: str, *options: str) -> Iterator[T
             process.kill_all()
 
 
-def train(run_dir: Path, model: Path, task: str, *options: str) -> TrainProcess:
+def train(run_dir: Path, model: Path, task: str, *options: str, has_curves: bool = False) -> TrainProcess:
     """A run to its end, which must be a good one."""
-    with training(run_dir, model, task, *options) as process:
+    with training(run_dir, model, task, *options, has_curves=has_curves) as process:
         assert process.wait_end() == 0, process.story
     return process
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 import torch
 from harness.serving import serving
+
+if TYPE_CHECKING:  # both take seconds to import, also where only the other tests are wanted
+    import anthropic
+    import openai
 
 pytestmark = [pytest.mark.slow]
 
@@ -41,12 +43,16 @@ def base_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
 @pytest.fixture
 def claude(base_url: str) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0) as made:
         yield made
 
@@ -156,6 +162,9 @@ def test_a_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
 
 
 def test_errors_are_the_sdks_own(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    import anthropic
+    import openai
+
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, extra_body={"nope": 1})
     assert bad.value.param == "nope" and bad.value.type == "invalid_request_error"

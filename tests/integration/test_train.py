@@ -11,7 +11,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from harness.tiny_directory import write_tiny_chat_directory
 from harness.training import (
     FAST,
     TrainProcess,
@@ -31,22 +30,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_chat_directory(directory)
-    return directory
-
-
-@pytest.fixture
-def task(tmp_path: Path) -> str:
-    return write_task(tmp_path / "letters.py")
-
-
-@pytest.fixture(scope="module")
-def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainProcess:
+def finished(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainProcess:
     """A run of eight steps in synchronous mode, uninterrupted."""
     folder = tmp_path_factory.mktemp("finished")
-    return train(folder / "r", model, write_task(folder / "letters.py"), *FAST, "--steps", "8")
+    task = write_task(folder / "letters.py")
+    return train(folder / "r", chat_model, task, *FAST, "--steps", "8", has_curves=True)
 
 
 def test_it_learns(finished: TrainProcess) -> None:
@@ -109,17 +97,17 @@ def test_the_checkpoint_is_a_model_directory(finished: TrainProcess) -> None:
     assert layout.manifest(views).digest == digests(finished.run_dir)[8]
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(finished: TrainProcess, model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(finished: TrainProcess, chat_model: Path, tmp_path: Path) -> None:
     """P28: Ctrl-C leaves a checkpoint; going on from it skips and repeats nothing, and gives the same bits."""
     task = write_task(tmp_path / "letters.py")
-    with training(tmp_path / "r", model, task, *FAST, "--steps", "8") as process:
+    with training(tmp_path / "r", chat_model, task, *FAST, "--steps", "8") as process:
         process.wait_step(2)
         assert process.interrupt() == 75, process.story
         stopped_at = process.steps()[-1]["step"]
         children_gone(process)
     assert 2 <= stopped_at < 8
     assert "--resume" in process.output
-    train(tmp_path / "r", model, "", "--resume")
+    train(tmp_path / "r", chat_model, "", "--resume")
     assert digests(tmp_path / "r") == digests(finished.run_dir)
     consumed = "SELECT order_id, prompt_id, step, state, seed FROM orders WHERE split = 'train' ORDER BY order_id"
     assert query(tmp_path / "r", consumed) == query(finished.run_dir, consumed)
@@ -129,11 +117,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished: TrainProcess, mode
     assert_accounted(tmp_path / "r")
 
 
-def test_seeds(finished: TrainProcess, model: Path, tmp_path: Path) -> None:
+def test_seeds(finished: TrainProcess, chat_model: Path, tmp_path: Path) -> None:
     """P40: the same seed gives the same run, another seed another one; members of a group differ."""
     task = write_task(tmp_path / "letters.py")
-    again = train(tmp_path / "a", model, task, *FAST, "--steps", "2")
-    other = train(tmp_path / "b", model, task, *FAST, "--steps", "2", "--seed", "1")
+    again = train(tmp_path / "a", chat_model, task, *FAST, "--steps", "2")
+    other = train(tmp_path / "b", chat_model, task, *FAST, "--steps", "2", "--seed", "1")
     whole = digests(finished.run_dir)
     assert digests(again.run_dir) == {step: whole[step] for step in range(3)}
     assert digests(other.run_dir)[1] != whole[1]
@@ -143,10 +131,10 @@ def test_seeds(finished: TrainProcess, model: Path, tmp_path: Path) -> None:
     assert all(len(set(samples)) > 1 for samples in groups.values())
 
 
-def test_asynchronous_mode_bounds_the_lag(model: Path, task: str, tmp_path: Path) -> None:
+def test_asynchronous_mode_bounds_the_lag(chat_model: Path, task: str, tmp_path: Path) -> None:
     """V6: generation runs ahead, and nothing older than max_staleness is trained; the canary compares what it can."""
     process = train(
-        tmp_path / "r", model, task, *FAST, "--steps", "10", "--mode", "async", "--set", "rollout.max_staleness=2",
+        tmp_path / "r", chat_model, task, *FAST, "--steps", "10", "--mode", "async", "--set", "rollout.max_staleness=2",
         "--set", "algorithm.correction=tis",
     )  # fmt: skip
     lags = [row["lag_max"] for row in process.steps()]
@@ -167,11 +155,11 @@ def test_asynchronous_mode_bounds_the_lag(model: Path, task: str, tmp_path: Path
     [("gspo", "0.7", "loss"), ("rloo", "1.0", "reward"), ("cispo", "1.3", "loss")],
 )
 def test_every_objective_runs(
-    algorithm: str, temperature: str, kl_in: str, model: Path, task: str, tmp_path: Path
+    algorithm: str, temperature: str, kl_in: str, chat_model: Path, task: str, tmp_path: Path
 ) -> None:
     """P19: each objective makes steps, with a KL term in reward or loss; ratios are exactly 1 at every temperature."""
     process = train(
-        tmp_path / "r", model, task, *FAST, "--steps", "2", "--algorithm", algorithm, "--temperature", temperature,
+        tmp_path / "r", chat_model, task, *FAST, "--steps", "2", "--algorithm", algorithm, "--temperature", temperature,
         "--set", "algorithm.kl_coef=0.01", "--set", f"algorithm.kl_in={kl_in}",
     )  # fmt: skip
     first = process.steps()[0]
@@ -179,9 +167,9 @@ def test_every_objective_runs(
     assert [row["version"] for row in process.steps()] == [1, 2]
 
 
-def test_several_steps_on_one_batch(model: Path, task: str, tmp_path: Path) -> None:
+def test_several_steps_on_one_batch(chat_model: Path, task: str, tmp_path: Path) -> None:
     """S37: a batch that is used again isn't fresh: its ratios leave 1, and its prompts end once."""
-    process = train(tmp_path / "r", model, task, *FAST, "--steps", "4", "--set", "algorithm.num_iterations=2")
+    process = train(tmp_path / "r", chat_model, task, *FAST, "--steps", "4", "--set", "algorithm.num_iterations=2")
     deviations = [row["ratio_max_deviation"] for row in process.steps()]
     assert deviations[0] == deviations[2] == 0.0
     assert min(deviations[1], deviations[3]) > 0.0
@@ -189,10 +177,10 @@ def test_several_steps_on_one_batch(model: Path, task: str, tmp_path: Path) -> N
     assert states == [(1, 4), (3, 4)]
 
 
-def test_equal_rewards_make_no_step(model: Path, tmp_path: Path) -> None:
+def test_equal_rewards_make_no_step(chat_model: Path, tmp_path: Path) -> None:
     """All-equal rewards move nothing: no step, no version, no NaN; the run says so and ends."""
     task = write_task(tmp_path / "flat.py", "flat", "def flat(completions, **_): return [0.5] * len(completions)\n")
-    with training(tmp_path / "r", model, task, *FAST, "--set", "max_dry_batches=3") as process:
+    with training(tmp_path / "r", chat_model, task, *FAST, "--set", "max_dry_batches=3") as process:
         assert process.wait_end() == 70
     assert "equal rewards" in process.output
     assert query(tmp_path / "r", "SELECT count(*) FROM steps") == [(0,)]
@@ -202,25 +190,25 @@ def test_equal_rewards_make_no_step(model: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_task_that_is_learnt_ends_the_run(model: Path, tmp_path: Path) -> None:
+def test_a_task_that_is_learnt_ends_the_run(chat_model: Path, tmp_path: Path) -> None:
     """When every group's rewards have become equal the run ends well before its last step, with a checkpoint."""
     extra = "import pathlib\ndef done(completions, **_):\n    n = pathlib.Path(__file__).with_suffix('.n')\n"
     extra += "    count = len(n.read_text()) if n.exists() else 0\n    n.write_text('x' * (count + 1))\n"
     extra += "    return vowels(completions) if count < 20 else [1.0] * len(completions)\n"
     task = write_task(tmp_path / "done.py", "done", extra)
-    process = train(tmp_path / "r", model, task, *FAST, "--steps", "1000", "--set", "max_dry_batches=3")
+    process = train(tmp_path / "r", chat_model, task, *FAST, "--steps", "1000", "--set", "max_dry_batches=3")
     assert "nothing left to learn" in process.output and 0 < len(process.steps()) <= 5
     assert (tmp_path / "r" / "checkpoints").exists() and assert_accounted(tmp_path / "r")["dropped"] >= 12
 
 
-def test_dynamic_sampling_replaces_flat_groups(model: Path, tmp_path: Path) -> None:
+def test_dynamic_sampling_replaces_flat_groups(chat_model: Path, tmp_path: Path) -> None:
     """P28: groups without signal are replaced within the budget, recorded, and compared with what was kept."""
     extra = (
         "def some(completions, at, **_):\n"
         "    return [0.0 if at[0] % 2 else float(i) for i in range(len(completions))]\n"
     )
     task = write_task(tmp_path / "half.py", "some", extra)
-    process = train(tmp_path / "r", model, task, *FAST, "--steps", "3", "--set", "rollout.zero_variance=refill")
+    process = train(tmp_path / "r", chat_model, task, *FAST, "--steps", "3", "--set", "rollout.zero_variance=refill")
     assert sum(row["num_replaced"] for row in process.steps()) > 0
     assert any("dropped_minus_kept_reward" in row for row in process.steps())
     flat = query(process.run_dir, "SELECT DISTINCT prompt_index % 2 FROM orders WHERE reason = 'zero_variance'")
@@ -228,12 +216,12 @@ def test_dynamic_sampling_replaces_flat_groups(model: Path, tmp_path: Path) -> N
     assert query(process.run_dir, "SELECT DISTINCT prompt_index % 2 FROM orders WHERE state = 'trained'") == [(0,)]
 
 
-def test_the_policy_is_served_while_it_is_trained(model: Path, task: str, tmp_path: Path) -> None:
+def test_the_policy_is_served_while_it_is_trained(chat_model: Path, task: str, tmp_path: Path) -> None:
     """HTTP and the client library answer during training, under a version of the run."""
-    with training(tmp_path / "r", model, task, *FAST, "--steps", "100000", "--serve-port", "0") as process:
+    with training(tmp_path / "r", chat_model, task, *FAST, "--steps", "100000", "--serve-port", "0") as process:
         process.wait_ready()
         process.wait_step(1)
-        body = {"model": model.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        body = {"model": chat_model.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         request = urllib.request.Request(
             f"{process.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
@@ -246,9 +234,9 @@ def test_the_policy_is_served_while_it_is_trained(model: Path, task: str, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_foreign_version_ends_the_run(mode: str, model: Path, task: str, tmp_path: Path) -> None:
+def test_a_foreign_version_ends_the_run(mode: str, chat_model: Path, task: str, tmp_path: Path) -> None:
     """V6: where someone else publishes into the run, what is live isn't the trainer's own: it ends, and says so."""
-    with training(tmp_path / "r", model, task, *FAST, "--steps", "100000", "--mode", mode) as process:
+    with training(tmp_path / "r", chat_model, task, *FAST, "--steps", "100000", "--mode", mode) as process:
         process.wait_step(2)
         with Client.connect(tmp_path / "r", role="trainer") as client, WeightPublisher(client) as publisher:
             with publisher.update() as update:
@@ -258,7 +246,7 @@ def test_a_foreign_version_ends_the_run(mode: str, model: Path, task: str, tmp_p
     assert "someone else publishes" in process.output or "isn't installed" in process.output
 
 
-def test_jsonl_with_reward_functions(model: Path, tmp_path: Path) -> None:
+def test_jsonl_with_reward_functions(chat_model: Path, tmp_path: Path) -> None:
     """Rows with instruction, input and output become turns; two functions are weighted; columns reach them (S30)."""
     rows = [
         {"id": f"q{at}", "instruction": "be brief", "input": f"question {at}", "output": "aaa"} for at in range(40)
@@ -272,7 +260,7 @@ def test_jsonl_with_reward_functions(model: Path, tmp_path: Path) -> None:
         "    return [-len(each[0]['content']) / 8 for each in completions]\n"
     )
     process = train(
-        tmp_path / "r", model, f"jsonl:{tmp_path}/rows.jsonl", *FAST, "--steps", "2",
+        tmp_path / "r", chat_model, f"jsonl:{tmp_path}/rows.jsonl", *FAST, "--steps", "2",
         "--set", f"task.rewards={tmp_path}/rewards.py:vowels,{tmp_path}/rewards.py:short=0.5",
     )  # fmt: skip
     parts = [json.loads(text) for (text,) in query(process.run_dir, "SELECT rewards FROM samples")]
@@ -288,18 +276,18 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_run_directory_is_used_once(finished: TrainProcess, model: Path, tmp_path: Path) -> None:
+def test_a_run_directory_is_used_once(finished: TrainProcess, chat_model: Path, tmp_path: Path) -> None:
     """P39, P50: a directory with a run is refused without --resume; --resume without a run too."""
-    taken = run_cli("--model", str(model), "--run-dir", str(finished.run_dir))
+    taken = run_cli("--model", str(chat_model), "--run-dir", str(finished.run_dir))
     assert taken.returncode == 78 and "--resume" in taken.stderr
-    empty = run_cli("--model", str(model), "--run-dir", str(tmp_path / "none"), "--resume")
+    empty = run_cli("--model", str(chat_model), "--run-dir", str(tmp_path / "none"), "--resume")
     assert empty.returncode == 78 and "no run" in empty.stderr
 
 
-def test_a_finished_run_goes_on_with_more_steps(finished: TrainProcess, model: Path, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_more_steps(finished: TrainProcess, chat_model: Path, tmp_path: Path) -> None:
     """Steps are counted in all; ordinals go on."""
     shutil.copytree(finished.run_dir, tmp_path / "r")
-    process = train(tmp_path / "r", model, "", "--resume", "--steps", "10")
+    process = train(tmp_path / "r", chat_model, "", "--resume", "--steps", "10")
     assert [row["version"] for row in process.steps()] == list(range(1, 11))
     assert assert_accounted(tmp_path / "r")["trained"] == 40
 

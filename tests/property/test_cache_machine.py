@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 def test_any_order() -> None:
     """V3, V4, R2, S29, P01, P03: a short exploration for every run."""
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=20, stateful_step_count=40))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.examples import num_examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -130,4 +131,4 @@ class CallsMachine(RuleBasedStateMachine):
 
 
 TestCalls = CallsMachine.TestCase
-TestCalls.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCalls.settings = settings(max_examples=num_examples(100), stateful_step_count=40, deadline=None)

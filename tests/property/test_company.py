@@ -96,7 +96,7 @@ ARGUMENTS = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(**ARGUMENTS)
 @pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_company(
@@ -107,7 +107,7 @@ def test_a_sample_does_not_depend_on_its_company(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(**ARGUMENTS)
 def test_many_companies(wanted: list[GenerateRequest], delays: list[int], config: dict[str, Any]) -> None:
     """R3, P40, P41, S1: the same over many more."""

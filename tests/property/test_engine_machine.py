@@ -150,7 +150,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 def test_random_lives() -> None:
     """V1, V2, V3, V4, V5, R1, R2, R3, S29, P42: a short exploration for every run."""
-    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=25, stateful_step_count=30))
+    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=8, stateful_step_count=30))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
+from harness.examples import num_examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -248,4 +249,4 @@ class GuardMachine(RuleBasedStateMachine):
 
 
 TestGuardMachine = GuardMachine.TestCase
-TestGuardMachine.settings = settings(max_examples=150, stateful_step_count=70, deadline=None, derandomize=True)
+TestGuardMachine.settings = settings(max_examples=num_examples(150), stateful_step_count=70, deadline=None)

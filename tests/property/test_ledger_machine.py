@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from harness.examples import num_examples
 from harness.rollouts import result
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -124,4 +125,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestLedger.settings = settings(max_examples=num_examples(25), stateful_step_count=20, deadline=None)

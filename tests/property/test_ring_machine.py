@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from harness.examples import num_examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -80,4 +81,4 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRing.settings = settings(max_examples=num_examples(60), stateful_step_count=40, deadline=None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from harness.behaviours import ids_in_docstring, read_behaviours
 from harness.source_tree import ROOT
 
 
+@cache
 def ids_by_test() -> dict[str, list[str]]:
     """Every test's node id (without parameters) and the rows that its docstring names."""
     found = {}
@@ -125,6 +128,7 @@ def test_a_whole_run_demands_every_named_test(tmp_path: Path, arguments: tuple[s
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments],
         cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert (ended.returncode == 0) is is_green, ended.stdout + ended.stderr
     named = [line for line in ended.stdout.splitlines() if line.startswith("NOT RUN")]

@@ -69,6 +69,7 @@ def test_attention_knows_the_cache_only_for_typing(name: str) -> None:
     assert not [item for item in ours(name) if within(item.module, "engine.cache") and not item.is_for_typing]
 
 
+@pytest.mark.slow
 def test_attention_alone_leaves_the_cache_unloaded() -> None:
     """S24: imported alone in a fresh interpreter, attention doesn't bring the cache with it."""
     code = "import sys, unison.engine.attention; print([m for m in sys.modules if m.startswith('unison.engine.cache')])"

@@ -118,6 +118,7 @@ def flushed(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() < 2.0**-126, x * 0.0, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-19, 1e18], ids=["unit", "subnormal", "overflow"])
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 11, 13, 24, 37, 100])
 def test_linear_has_the_bits_of_the_dot_product_instruction_without_it(
@@ -131,6 +132,7 @@ def test_linear_has_the_bits_of_the_dot_product_instruction_without_it(
         assert torch.equal(bits(kernels.logits(x, w)), bits(without_dot.logits(x, w)))
 
 
+@pytest.mark.slow
 @DTYPES
 def test_the_portable_variant_gives_the_same_bits(
     kernels: NativeKernels, scalar: NativeKernels, dtype: torch.dtype

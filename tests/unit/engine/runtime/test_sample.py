@@ -359,6 +359,7 @@ def test_huge_logits_do_not_overflow(kernels: Kernels, row_of: RowOf) -> None:
     assert sampled.logprobs.tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_sampling_stands_without_the_executor() -> None:
     """S21: the sampler lies beside the executor and doesn't load it."""
     program = "import sys, unison.engine.runtime.sample; print('unison.engine.runtime.executor' in sys.modules)"

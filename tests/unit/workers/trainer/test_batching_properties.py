@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.examples import num_examples
 from harness.rollouts import completion, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,7 +213,7 @@ def places(groups: Any) -> list[tuple[int, int]]:
     return [(sample.order_id, sample.index) for group in groups for sample in group.samples]
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(train_groups(), st.integers(1, 60))
 def test_cut(groups: list[TrainGroup], budget: int) -> None:
     """P27: nothing is lost, doubled or turned around; the budget holds but for a lone sample; no two neighbours would

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from harness.rollouts import result
-from harness.tiny_directory import write_tiny_chat_directory
 from rich.console import Console
 from unison.ipc.errors import ConfigError
 from unison.workers.process import Report
@@ -22,23 +21,16 @@ from unison.workers.trainer.metrics import MetricsWriter, rollout_metrics
 from unison.workers.trainer.progress import ProgressDisplay
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_chat_directory(directory)
-    return directory
-
-
 def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(train, list(arguments))
 
 
-def test_dry_run(model: Path, tmp_path: Path) -> None:
+def test_dry_run(chat_model: Path, tmp_path: Path) -> None:
     """P50: what came of file, --set and options, what memory it takes, how stale samples may be; no secret."""
     (tmp_path / "t.toml").write_text('steps = 7\n[rollout]\ngroup_size = 4\n[serve.network]\napi_key = "secret"\n')
     shown = invoke(
-        "--model", str(model), "--config", str(tmp_path / "t.toml"), "--set", "rollout.group_size=6", "--mode", "async",
-        "--dry-run",
+        "--model", str(chat_model), "--config", str(tmp_path / "t.toml"), "--set", "rollout.group_size=6",
+        "--mode", "async", "--dry-run",
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
     values = json.loads(shown.output)
@@ -63,9 +55,9 @@ def test_dry_run(model: Path, tmp_path: Path) -> None:
         (("--task", "nothing"), "task.source"), (("--resume",), "run_dir"),
     ],
 )  # fmt: skip
-def test_bad_configurations_name_the_key(arguments: tuple[str, ...], field: str, model: Path) -> None:
+def test_bad_configurations_name_the_key(arguments: tuple[str, ...], field: str, chat_model: Path) -> None:
     """P50: unknown keys, values out of bounds and settings that contradict each other."""
-    ended = invoke("--model", str(model), "--dry-run", *arguments)
+    ended = invoke("--model", str(chat_model), "--dry-run", *arguments)
     assert isinstance(ended.exception, ConfigError) and ended.exception.field == field, ended.exception
 
 
@@ -110,6 +102,7 @@ def test_progress_lines() -> None:
         assert words in shown, words
 
 
+@pytest.mark.slow
 def test_curves(tmp_path: Path) -> None:
     """A picture of the metrics; nothing to draw is an error that says so."""
     with pytest.raises(ConfigError, match="no metrics"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from harness.examples import num_examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -260,7 +261,7 @@ def test_a_clipped_token_has_no_gradient_however_large_its_ratio(name: str) -> N
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=LONGEST), min_size=1, max_size=7)
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 @example("rloo", "none", "k3", [[1], [], [0, 0]], [1, 0, 1], 0)
 @example("gspo", "sequence_mask", "k1", [[]], [0], 0)
 @given(
