@@ -81,6 +81,7 @@ class _Comparison:
         self._needed = ""
 
     def run(self, ours: Sequence[Entry], peers: Sequence[str], workloads: Sequence[Workload]) -> Table:
+        """Start everybody, run everything; a peer that fails is in `left_out` afterwards."""
         self._needed = ours[0].name
         try:
             for entry in ours:

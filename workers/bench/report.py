@@ -1,7 +1,7 @@
 """Measurements as Markdown: what the bench prints, and the tables in docs/performance.md.
 
 Owns: the form of the tables. A page holds marked blocks, `<!-- bench:NAME -->` to `<!-- /bench -->`; each is the table
-of docs/measurements/NAME.json, and everything else on the page is written by hand.
+of docs/measurements/NAME.json, and everything else on the page is written by hand. A block without such a file stays.
 
     python -m unison.workers.bench.report [--check]     # in a checkout: write the page, or say that it is out of date
 """
@@ -36,10 +36,13 @@ def render(measured: dict[str, Any]) -> str:
 
 
 def page_with(page: str, measurements: Path) -> str:
-    """The page with every marked block filled from its file in `measurements`."""
+    """The page with every marked block filled from its file in `measurements`, where there is one."""
 
     def fill(block: re.Match[str]) -> str:
-        measured = json.loads((measurements / f"{block[2]}.json").read_text(encoding="utf-8"))
+        path = measurements / f"{block[2]}.json"
+        if not path.exists():
+            return block[0]
+        measured = json.loads(path.read_text(encoding="utf-8"))
         return f"{block[1]}{render(measured)}{block[3]}"
 
     return BLOCK.sub(fill, page)
