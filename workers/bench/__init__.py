@@ -1,1 +1,1 @@
-"""bin/bench: the engine's speed beside transformers' `generate`, as ratios taken in one run."""
+"""bin/bench: the engine's speed beside its peers, and what lies around it, as ratios taken in one run."""

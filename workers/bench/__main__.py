@@ -1,25 +1,28 @@
-"""Entry point of bin/bench: runs contenders alternately, prints medians and ratios, writes JSON where asked.
+"""Entry point of bin/bench: measures, prints medians and ratios, writes JSON where asked.
 
-`engine` compares with transformers, `walls` says what the processes around the engine cost, `updates` what a stream of
-new versions costs the requests in flight, `train` compares with TRL.
+`engine` compares with peers (transformers, OpenVINO, llama.cpp, vLLM), `walls` says what the processes around the
+engine cost, `updates` what a stream of new versions costs the requests in flight, `train` compares with TRL and a plain
+loop, `report` writes the tables of docs/performance.md from docs/measurements.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
 import sys
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from ...engine.config import available_cores
-from .contenders import Contender, Measurement, TransformersContender, UnisonContender
+from . import report
+from .comparison import Setting, record
+from .contenders import unison_entry
+from .environments import RECIPES
+from .limits import measure_limits
+from .machine import describe
 from .training import measure_training
 from .updates import measure_updates
-from .walls import measure_walls, print_rows
+from .walls import measure_walls
 from .workloads import Workload, decode, rollout
 
 _SYSTEM = "You are a careful assistant. " + "Read the question, think about what is asked, and answer it briefly. " * 5
@@ -29,51 +32,72 @@ _TOPICS = "rivers stars bread music trees ships clocks bridges paper glass horse
 def main() -> int:
     """Parse arguments, run, print."""
     options = _parse()
+    if options.what == "report":
+        return report.main(["--check"] if options.check else [])
+    measured = _engine(options) if options.what == "engine" else _beside(options)
+    print(report.render(measured))
+    if options.json:
+        Path(options.json).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _engine(options: argparse.Namespace) -> dict[str, Any]:
+    workloads = _workloads(options)
+    limits = {} if options.without_limits else measure_limits(options.threads)
+    ours = [unison_entry("unison exact", True)]
+    if not options.without_inexact:
+        ours.append(unison_entry("unison inexact", False))
+    setting = Setting(options.model, options.dtype, options.threads, options.repeats)
+    return record(setting, ours, options.peers, workloads, limits)
+
+
+def _beside(options: argparse.Namespace) -> dict[str, Any]:
+    """What surrounds the engine: rows of figures, with the machine that they were taken on."""
     if options.what == "walls":
         rows = measure_walls(options.model, options.dtype, options.repeats, options.new_tokens)
-        return print_rows(rows, options.json)
-    if options.what == "train":
+    elif options.what == "train":
         rows = measure_training(options.model, options.dtype, options.task, options.steps, options.threads)
-        return print_rows(rows, options.json)
-    if options.what == "updates":
-        return print_rows(measure_updates(options.model, options.dtype, options.duration_s), options.json)
-    workloads = _workloads(options)
-    contenders = _contenders(options)
-    table: dict[str, dict[str, list[Measurement]]] = {work.name: {c.name: [] for c in contenders} for work in workloads}
-    for work in workloads:
-        for repeat in range(options.repeats):
-            for contender in contenders if repeat % 2 == 0 else reversed(contenders):
-                measured = contender.run(work)
-                table[work.name][contender.name].append(measured)
-                print(
-                    f"  {work.name}: {contender.name} {measured.seconds:.2f} s, {measured.tokens_per_s:.1f} tokens/s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    _print(table, [contender.name for contender in contenders])
-    if options.json:
-        Path(options.json).write_text(json.dumps(_report(table, options), indent=2))
-    return 0
+    else:
+        rows = measure_updates(options.model, options.dtype, options.duration_s)
+    about = {"model": options.model.name, "dtype": options.dtype, "threads": options.threads}
+    return {"kind": options.what, **describe(), **about, "rows": rows}
+
+
+def _peers(text: str) -> list[str]:
+    """Names from a list with commas; `none` is no peer."""
+    names = [] if text == "none" else [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in RECIPES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no peer {', '.join(unknown)}; there are {', '.join(RECIPES)}, or none")
+    return names
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "bench", description="Speed beside transformers generate, as ratios taken in one run; cost of the processes."
+        "bench", description="Speed beside peers, as ratios taken in one run; cost of the processes; training."
     )
-    parser.add_argument("what", nargs="?", default="engine", choices=("engine", "walls", "updates", "train"))
-    parser.add_argument("--model", required=True, type=Path, help="Hugging Face directory (bin/fetch-model makes one)")
+    parser.add_argument("what", nargs="?", default="engine", choices=("engine", "walls", "updates", "train", "report"))
+    parser.add_argument("--model", type=Path, help="Hugging Face directory (bin/fetch-model makes one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--repeats", type=int, default=3, help="runs per contender and workload; medians are shown")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per completion")
     parser.add_argument("--only", default="", help="run the workloads whose name contains this")
     parser.add_argument("--without-inexact", action="store_true", help="leave out torch's fastest inexact path")
-    parser.add_argument("--without-transformers", action="store_true", help="leave out transformers")
+    parser.add_argument("--without-limits", action="store_true", help="engine: don't measure the machine's own limits")
+    parser.add_argument(
+        "--peers", type=_peers, default=["transformers"], metavar="NAME,...",
+        help=f"engine: {', '.join(RECIPES)}, or none; each is installed into an environment of its own at first use",
+    )  # fmt: skip
     parser.add_argument("--duration-s", type=float, default=60.0, help="updates: seconds per rule")
     parser.add_argument("--task", default="sort-words", help="train: built-in task")
     parser.add_argument("--steps", type=int, default=6, help="train: steps of 64 samples per trainer")
     parser.add_argument("--json", help="also write all measurements to this file")
-    return parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="report: only say whether the page is up to date")
+    options = parser.parse_args()
+    if options.model is None and options.what != "report":
+        parser.error("--model is needed")
+    return options
 
 
 def _workloads(options: argparse.Namespace) -> list[Workload]:
@@ -91,47 +115,6 @@ def _workloads(options: argparse.Namespace) -> list[Workload]:
     every = [decode(batch, 128, new_tokens, vocab_size) for batch in (1, 8, 32, 64)]
     every += [decode(1, 2048, new_tokens, vocab_size), rollout(system, questions, new_tokens)]
     return [work for work in every if options.only in work.name]
-
-
-def _contenders(options: argparse.Namespace) -> list[Contender]:
-    model, dtype, threads = options.model, options.dtype, options.threads
-    contenders: list[Contender] = [UnisonContender("unison exact", model, dtype, threads, "auto", True)]
-    if not options.without_inexact:
-        contenders.append(UnisonContender("unison inexact", model, dtype, threads, "torch", False))
-    if not options.without_transformers:
-        contenders.append(TransformersContender(model, dtype, threads))
-    return contenders
-
-
-def _print(table: dict[str, dict[str, list[Measurement]]], names: list[str]) -> None:
-    """One line per workload: median tokens/s of each contender, and the first one's ratio to each other one."""
-    others = names[1:]
-    print(
-        "| workload | "
-        + " | ".join(f"{name}, tokens/s" for name in names)
-        + "".join(f" | x {name}" for name in others)
-        + " |"
-    )
-    print("|---" * (1 + len(names) + len(others)) + "|")
-    for work, by_name in table.items():
-        rates = {name: statistics.median(m.tokens_per_s for m in runs) for name, runs in by_name.items()}
-        cells = [f"{rates[name]:.1f}" for name in names] + [f"{rates[names[0]] / rates[name]:.2f}" for name in others]
-        print(f"| {work} | " + " | ".join(cells) + " |")
-
-
-def _report(table: dict[str, dict[str, list[Measurement]]], options: argparse.Namespace) -> dict[str, object]:
-    return {
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": options.threads},
-        "torch": torch.__version__,
-        "dtype": options.dtype,
-        "new_tokens": options.new_tokens,
-        "workloads": {
-            work: {
-                name: [vars(run) | {"tokens_per_s": run.tokens_per_s} for run in runs] for name, runs in by_name.items()
-            }
-            for work, by_name in table.items()
-        },
-    }
 
 
 if __name__ == "__main__":

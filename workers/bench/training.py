@@ -1,9 +1,10 @@
-"""Training beside TRL's GRPOTrainer: the same model, task, batch, learning rate and threads, one after the other.
+"""Training beside TRL's GRPOTrainer and a plain loop: the same model, task, batch, learning rate and threads, one after
+the other.
 
 Samples trained per second come from each one's own steps, the first left out; held-out rewards after equal samples from
-this engine's greedy completions of both results. TRL runs in a process of its own, as does bin/train.
+this engine's greedy completions of each result. Each runs in a process of its own.
 
-Owns: both runs. Called by `bin/bench train`.
+Owns: the runs. Called by `bin/bench train`.
 """
 
 from __future__ import annotations
@@ -37,20 +38,30 @@ Rows = dict[str, dict[str, float]]
 
 
 def measure_training(model: Path, dtype: str, task_name: str, steps: int, threads: int) -> Rows:
-    """Both trainers for `steps` steps of 64 samples each."""
+    """Each trainer for `steps` steps of 64 samples each."""
     task = load_task(task_name)
     with tempfile.TemporaryDirectory(prefix="unison-bench-") as directory:
         folder = Path(directory)
         ours, trained = _unison(folder / "run", model, dtype, task_name, steps)
-        theirs = _trl(folder, model, task_name, steps, threads)
+        shared: dict[str, Any] = {"model": str(model), "task": task_name, "steps": steps, "threads": threads}
+        trl = _elsewhere("training", shared | {"out": str(folder / "trl")})
+        batch = {"groups": GROUPS, "group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS, "learning_rate": LEARNING_RATE}
+        plain = _elsewhere("plain_training", shared | batch | {"out": str(folder / "plain")})
         rows = {"before": {"held-out reward": held_out_reward(model, dtype, task)}}
-        for name, seconds, result in (("unison", ours, trained), ("trl", theirs, folder / "trl")):
+        for name, seconds, result in (
+            ("unison", ours, trained),
+            ("trl", trl, folder / "trl"),
+            ("plain loop", plain, folder / "plain"),
+        ):
             rows[name] = {
                 "s per step": fmean(seconds), "samples/s": GROUPS * GROUP_SIZE / fmean(seconds),
                 "held-out reward": held_out_reward(result, dtype, task),
             }  # fmt: skip
     rows["async, while a version is published"] = measure_generation_during_updates(model, dtype, 4 * steps)
-    rows["ratio"] = {"samples/s": rows["unison"]["samples/s"] / rows["trl"]["samples/s"]}
+    ours_per_s = rows["unison"]["samples/s"]
+    rows["ratio"] = {
+        f"samples/s, unison / {name}": ours_per_s / rows[name]["samples/s"] for name in ("trl", "plain loop")
+    }
     return rows
 
 
@@ -84,10 +95,10 @@ def _unison(run_dir: Path, model: Path, dtype: str, task: str, steps: int) -> tu
     return seconds[1:], checkpoints(run_dir)[-1]
 
 
-def _trl(folder: Path, model: Path, task: str, steps: int, threads: int) -> list[float]:
-    arguments = {"model": str(model), "task": task, "steps": steps, "threads": threads, "out": str(folder / "trl")}
-    _run(["unison.workers.bench.training", json.dumps(arguments)])
-    seconds: list[float] = json.loads((folder / "trl" / "seconds.json").read_text())
+def _elsewhere(module: str, arguments: dict[str, Any]) -> list[float]:
+    """Seconds of each step but the first, of a trainer that a module beside this one runs and that writes its model."""
+    _run([f"unison.workers.bench.{module}", json.dumps(arguments)])
+    seconds: list[float] = json.loads(Path(arguments["out"], "seconds.json").read_text())
     return seconds[1:]
 
 

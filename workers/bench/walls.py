@@ -49,15 +49,6 @@ def measure_walls(model: Path, dtype: str, repeats: int, new_tokens: int) -> Row
     return rows | {"ring, frames of 200 bytes": small, "ring, frames of 20 kB": large}
 
 
-def print_rows(rows: Rows, json_path: str | None) -> int:
-    """One line per row; also as JSON where asked."""
-    for name, values in rows.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
-    if json_path:
-        Path(json_path).write_text(json.dumps(rows, indent=2))
-    return 0
-
-
 def _prompts(count: int, salt: int) -> list[list[int]]:
     """Prompts that share no beginning with those of another round."""
     return [[100 + (salt * 1009 + at * 31 + place * 7) % 9000 for place in range(PROMPT_TOKENS)] for at in range(count)]

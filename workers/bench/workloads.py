@@ -7,7 +7,7 @@ seeds, so that every contender gets the same ids.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,8 @@ def rollout(system_ids: list[int], question_ids: list[list[int]], max_tokens: in
     """The shape of an RL step: prompts that share a system prefix, n samples each at temperature 1, ragged ends."""
     prompts = tuple(tuple(system_ids + question) for question in question_ids)
     return Workload("RL rollout", prompts, n, max_tokens, 1.0, False)
+
+
+def with_first_token(work: Workload, token: int) -> Workload:
+    """The same shapes with another first token in every prompt, so that no prefix of an earlier run is met again."""
+    return replace(work, prompts=tuple((token, *prompt[1:]) for prompt in work.prompts))
