@@ -493,7 +493,7 @@ def test_a_fault_ends_the_worker_with_terminal_events(
             def broken(*_: object) -> None:
                 raise MemoryError("no memory for the workspace")
 
-            monkeypatch.setattr(worker.engine._parts.decoder, "forward", broken)
+            monkeypatch.setattr(worker.engine._parts.stepper._executor, "run", broken)
             (completion,) = waiting.result(30).completions
         assert (completion.finish_reason, completion.error) == (FinishReason.ERROR, ErrorReason.INTERNAL)
         assert isinstance(wait_until(lambda: worker.fault, "the loop to end"), MemoryError)

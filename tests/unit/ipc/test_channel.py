@@ -60,17 +60,15 @@ def test_nobody_is_an_answer(listener: Listener) -> None:
 
 def test_a_full_queue_is_an_answer_not_a_wait(listener: Listener) -> None:
     """Finite queues in both directions: the sender is told, and goes on."""
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.setsockopt(zmq.RCVHWM, 1)
-    raw.connect(listener.endpoint)
-    raw.send_multipart((b"c", CODEC.encode(1, Ping())))
-    (hello,) = wait_until(lambda: listener.drain(10), "a message")
-    large = Failed("x", "y" * 50_000, {})
-    outcomes = [listener.send(hello.peer, 1, large) for _ in range(400)]
-    assert outcomes[0] is Delivery.QUEUED and outcomes[-1] is Delivery.FULL
-    raw.close(linger=0)
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.setsockopt(zmq.RCVHWM, 1)
+        raw.connect(listener.endpoint)
+        raw.send_multipart((b"c", CODEC.encode(1, Ping())))
+        (hello,) = wait_until(lambda: listener.drain(10), "a message")
+        large = Failed("x", "y" * 50_000, {})
+        outcomes = [listener.send(hello.peer, 1, large) for _ in range(400)]
+        assert outcomes[0] is Delivery.QUEUED and Delivery.FULL in outcomes
 
     dialer = dial(listener, config=ChannelConfig(receive_queue_messages=2))
     with pytest.raises(CapacityError, match="it doesn't read"):
@@ -102,16 +100,14 @@ def test_tcp_with_keys() -> None:
 
     wrong_key, _ = zmq.curve_keypair()
     wrong = Dialer(Address(listener.endpoint, "e", 1, "t", wrong_key.decode()), ChannelConfig(linger_ms=0))
-    context = zmq.Context()
-    plain = context.socket(zmq.DEALER)
-    plain.connect(listener.endpoint)
-    plain.send_multipart((b"c", CODEC.encode(6, Ping())))
-    wrong.send(6, Ping())
-    good.send(7, Ping())
-    seen = wait_until(lambda: listener.drain(10), "the message with the right key")
-    assert [CODEC.decode(item.frame)[0] for item in seen] == [7]
-    plain.close(linger=0)
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.setsockopt(zmq.LINGER, 0)
+        plain.connect(listener.endpoint)
+        plain.send_multipart((b"c", CODEC.encode(6, Ping())))
+        wrong.send(6, Ping())
+        good.send(7, Ping())
+        seen = wait_until(lambda: listener.drain(10), "the message with the right key")
+        assert [CODEC.decode(item.frame)[0] for item in seen] == [7]
     for dialer in (good, wrong):
         dialer.close()
     listener.close()
