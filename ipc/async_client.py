@@ -18,7 +18,15 @@ from .address import Address, is_alive, read_address
 from .calls import Answer, CallTable
 from .channel import Dialer
 from .client_config import ClientConfig
-from .errors import ERROR_CODES, CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
+from .errors import (
+    ERROR_CODES,
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    HandshakeError,
+    UnisonError,
+    WorkerLostError,
+)
 from .mailbox import Mailbox, TaskMailbox
 from .messages import (
     CODEC,
@@ -136,7 +144,10 @@ class AsyncClient:
 
         Raises:
             DeadlineError: no worker answered within `connect_s`. HandshakeError: it refused this client.
+            ConfigError: `run_dir` is empty.
         """
+        if not str(run_dir):  # Path("") would mean the working directory
+            raise ConfigError("run_dir", "is empty; give the directory that bin/serve printed, or the training run's")
         client = cls(run_dir, role, config)
         client._task = asyncio.create_task(client._run())
         try:

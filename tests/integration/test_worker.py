@@ -22,6 +22,7 @@ from unison.ipc.client import AsyncClient, Client, ClientConfig
 from unison.ipc.errors import (
     ArenaError,
     CapacityError,
+    ConfigError,
     DeadlineError,
     DigestMismatchError,
     HandshakeError,
@@ -508,6 +509,8 @@ def test_deadlines_say_what_was_waited_for(worker: WorkerThread, client: Client)
     settled(worker)
     with pytest.raises(DeadlineError, match="no worker in .* answered"):
         Client.connect(worker.run_dir / "nowhere", config=ClientConfig(connect_s=0.2))
+    with pytest.raises(ConfigError, match="run_dir: is empty"):
+        Client.connect("")
 
 
 def test_importing_the_client_loads_no_torch() -> None:
