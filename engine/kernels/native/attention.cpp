@@ -290,19 +290,33 @@ UNISON_EXPORT int unison_attention(const unison::AttentionRows* rows, const unis
 }
 
 // Copies each token's K and V (heads * head_dim consecutive elements, as in a slot) into its slot; negative slots are
-// skipped. Returns 4 when a slot is beyond the pool; the tokens before it are stored. Strides in elements.
+// skipped. Returns 4 when a slot is beyond the pool; the other tokens may be stored then. Strides in elements.
 UNISON_EXPORT int unison_store_kv(const unison::AttentionKeys* keys, const char* k, const char* v, const int32_t* slots,
                                   int64_t num_tokens, int64_t k_stride, int64_t v_stride) {
+    constexpr int64_t kItemTokens = 64, kAhead = 8;  // slots lie far apart: their lines are fetched some tokens before
     const int64_t size = keys->is_bf16 ? 2 : 4;
-    const size_t bytes = static_cast<size_t>(keys->num_kv_heads * keys->head_dim * size);
-    for (int64_t i = 0; i < num_tokens; ++i) {
-        const int64_t slot = slots[i];
-        if (slot < 0) continue;
-        if (slot >= keys->num_slots) return unison::kBadSlot;
-        std::memcpy(keys->k + slot * keys->k_slot_stride * size, k + i * k_stride * size, bytes);
-        std::memcpy(keys->v + slot * keys->v_slot_stride * size, v + i * v_stride * size, bytes);
-    }
-    return unison::kOk;
+    const int64_t bytes = keys->num_kv_heads * keys->head_dim * size;
+    const auto slot_of = [&](char* base, int64_t stride, int64_t i) { return base + slots[i] * stride * size; };
+    std::atomic<int> status{unison::kOk};
+    unison::parallel_for((num_tokens + kItemTokens - 1) / kItemTokens, [&](int64_t item, int) {
+        const int64_t first = item * kItemTokens, end = std::min(num_tokens, first + kItemTokens);
+        for (int64_t i = first - kAhead; i < end; ++i) {
+            const int64_t next = i + kAhead;
+            if (next < end && slots[next] >= 0 && slots[next] < keys->num_slots)
+                for (int64_t at = 0; at < bytes; at += 64) {
+                    unison::prefetch_to_write(slot_of(keys->k, keys->k_slot_stride, next) + at);
+                    unison::prefetch_to_write(slot_of(keys->v, keys->v_slot_stride, next) + at);
+                }
+            if (i < first || slots[i] < 0) continue;
+            if (slots[i] >= keys->num_slots) {
+                status = unison::kBadSlot;
+                return;
+            }
+            std::memcpy(slot_of(keys->k, keys->k_slot_stride, i), k + i * k_stride * size, static_cast<size_t>(bytes));
+            std::memcpy(slot_of(keys->v, keys->v_slot_stride, i), v + i * v_stride * size, static_cast<size_t>(bytes));
+        }
+    });
+    return status;
 }
 
 UNISON_WORDS(unison_attention)

@@ -5,8 +5,8 @@
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS.
 //
 // How it is fast. Tiles of six rows of activations by four of weights keep 24 sums in registers. A thread takes a block
-// of weight rows that stays in its second-level cache while all activations pass; with few rows of activations the
-// weights stream from memory, and the next tile's are fetched meanwhile.
+// of weight rows that stays in its second-level cache while the activations pass, as many at a time as the first-level
+// cache holds. Meanwhile the weights that come next are fetched. A tile's sums are added up sixteen at a time.
 #include "linear_call.h"
 #include "pool.h"
 #include "simd.h"
@@ -17,7 +17,8 @@ namespace {
 
 constexpr int kStep = 32;                    // elements of K per instruction
 constexpr int kTileRows = 6, kTileColumns = 4;
-constexpr int64_t kRowsBytes = 192 * 1024;   // of activations per pass: with a block of weights they fit the L2 cache
+constexpr int64_t kRowsBytes = 16 * 1024;  // of activations per pass: with two tiles of weights they fit the L1 cache
+constexpr int64_t kItemRows = 48, kItemBytes = 256 * 1024;  // of weights: they stay in the L2 cache from pass to pass
 
 using Pairs = __m512bh;
 
@@ -25,6 +26,70 @@ UNISON_INLINE Pairs load_pairs(const bf16* p) { return reinterpret_cast<Pairs>(_
 UNISON_INLINE Pairs load_pairs(const bf16* p, __mmask32 present) {
     return reinterpret_cast<Pairs>(_mm512_maskz_loadu_epi16(present, p));
 }
+// ---- sixteen sums at once: the tree of hsum, after lanes j and j + 8 are added ----
+
+// Each 128-bit part of the result has four partial sums: of a[0], a[1], a[2], a[3].
+UNISON_INLINE __m512 add_parts(const __m512* a) {
+    __m512 halves[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m512 low = _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x44);
+        const __m512 high = _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xee);
+        halves[i] = _mm512_add_ps(low, high);  // eight lanes each of a[2i] and a[2i + 1]
+    }
+    const __m512 low = _mm512_shuffle_f32x4(halves[0], halves[1], 0x88);
+    const __m512 high = _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd);
+    return _mm512_add_ps(low, high);
+}
+
+// Part r of the result has the sums of parts r of a[0], a[1], a[2], a[3].
+UNISON_INLINE __m512 add_within_parts(const __m512 (&a)[4]) {
+    __m512 pairs[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m512 low = _mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44);
+        const __m512 high = _mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee);
+        pairs[i] = _mm512_add_ps(low, high);
+    }
+    return _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
+}
+
+// Sixteen floats rounded to nearest even; NaN is 0x7FC0. None is subnormal: those were taken for zero.
+UNISON_INLINE __m256i narrow16(__m512 a) {
+    const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a));
+    return _mm256_mask_blend_epi16(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), rounded, _mm256_set1_epi16(0x7fc0));
+}
+
+// Finishes the outputs of rows [m, m + MR) and four weight rows from n on.
+template <int MR>
+UNISON_INLINE void finish_four_columns(const LinearCall& job, const __m512 (&acc)[MR][4], int64_t m, int64_t n) {
+    __m512 bias = _mm512_setzero_ps();
+    if (job.bias != nullptr) {
+        float values[4];
+        for (int j = 0; j < 4; ++j) values[j] = widen(static_cast<const bf16*>(job.bias)[n + j]);
+        bias = _mm512_broadcast_f32x4(_mm_loadu_ps(values));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < MR; i += 4) {
+        __m512 columns[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            __m512 rows[4];
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; ++r) rows[r] = acc[i + r < MR ? i + r : MR - 1][j];
+            columns[j] = add_parts(rows);
+        }
+        __m512 sums = add_within_parts(columns);
+        if (job.bias != nullptr) sums = _mm512_add_ps(sums, bias);
+        alignas(64) char out[64];
+        const int64_t at = (m + i) * job.y_stride + n;
+        if (job.y_is_float) _mm512_store_ps(out, sums);
+        else _mm256_store_si256(reinterpret_cast<__m256i*>(out), narrow16(sums));
+        for (int r = 0; r < 4 && i + r < MR; ++r) {
+            if (job.y_is_float) std::memcpy(static_cast<float*>(job.y) + at + r * job.y_stride, out + 16 * r, 16);
+            else std::memcpy(static_cast<bf16*>(job.y) + at + r * job.y_stride, out + 8 * r, 8);
+        }
+    }
+}
+
 UNISON_INLINE F8 halves(__m512 a) {
     return {_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1))};
 }
@@ -46,7 +111,7 @@ __attribute__((noinline)) void dot_tile(const LinearCall& job, int64_t m, int64_
 #pragma GCC unroll 8
         for (int i = 0; i < MR; ++i) xs[i] = load_pairs(x + i * x_stride + k);
 #pragma GCC unroll 8
-        for (int i = 0; i < Lines; ++i) prefetch(ahead + k * Lines + i * kStep);
+        for (int i = 0; i < Lines; ++i) prefetch_to_l2(ahead + k * Lines + i * kStep);
 #pragma GCC unroll 8
         for (int j = 0; j < NR; ++j) {
             const Pairs ws = load_pairs(w + j * w_stride + k);
@@ -66,6 +131,7 @@ __attribute__((noinline)) void dot_tile(const LinearCall& job, int64_t m, int64_
             for (int i = 0; i < MR; ++i) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], xs[i], ws);
         }
     }
+    if constexpr (NR == kTileColumns) return finish_four_columns<MR>(job, acc, m, n);
     F8 sums[MR * NR];
 #pragma GCC unroll 8
     for (int i = 0; i < MR; ++i)
@@ -98,32 +164,43 @@ UNISON_INLINE int next_rows(int64_t left) {
     return left < 12 && left % 6 != 0 ? static_cast<int>((left + 1) / 2) : 6;
 }
 
-// All rows [m_first, m_end) against the weight rows at n. The lines of the next tile of weights are shared out among the
-// tiles of activations to fetch: four quarters, two halves, or all at once.
-void dot_tiles(const LinearCall& job, int64_t m_first, int64_t m_end, int64_t n, int columns, bool fetches) {
-    const int64_t rows = m_end - m_first, share = columns * job.K / 4;
-    const int lines = !fetches ? 0 : rows <= kTileRows ? 4 : rows <= 2 * kTileRows ? 2 : 1;
-    const bf16* ahead = static_cast<const bf16*>(job.w) + (n + columns) * job.w_stride;
-    int quarters = fetches ? 4 : 0;
-    for (int64_t m = m_first; m < m_end;) {
-        const int count = next_rows(m_end - m);
-        if (quarters == 0) dot_rows<0>(job, m, count, n, columns, ahead);
-        else if (lines == 1) dot_rows<1>(job, m, count, n, columns, ahead);
-        else if (lines == 2) dot_rows<2>(job, m, count, n, columns, ahead);
-        else dot_rows<4>(job, m, count, n, columns, ahead);
-        quarters = std::max(0, quarters - lines);
-        ahead += lines * share;
-        m += count;
+// A tile of weights to fetch while another one meets all activations, in quarters; each tile of activations takes `share`.
+struct Ahead {
+    const bf16* at;
+    int64_t quarter;  // elements
+    int left, share;
+    int next() const { return std::min(share, left); }
+    void advance(int quarters) {
+        at += quarters * quarter;
+        left -= quarters;
+    }
+};
+
+void dot_tiles(const LinearCall& job, int64_t m, int64_t m_end, int64_t n, int columns, Ahead ahead) {
+    while (m < m_end) {
+        const int rows = next_rows(m_end - m), quarters = ahead.next();
+        if (quarters == 0) dot_rows<0>(job, m, rows, n, columns, ahead.at);
+        else if (quarters == 1) dot_rows<1>(job, m, rows, n, columns, ahead.at);
+        else if (quarters == 2) dot_rows<2>(job, m, rows, n, columns, ahead.at);
+        else dot_rows<4>(job, m, rows, n, columns, ahead.at);
+        ahead.advance(quarters);
+        m += rows;
     }
 }
 
-void dot_block(const LinearCall& job, int64_t n_first, int64_t n_end) {
-    const int64_t pass = std::max<int64_t>(24, kRowsBytes / (2 * job.K) / 12 * 12);
+// Weight rows [n_first, n_end) of an item. What is fetched ahead is the next tile where all activations pass at once;
+// else the item that this thread is likely to take next, so that later passes overlap with memory too.
+void dot_item(const LinearCall& job, int64_t n_first, int64_t n_end, int64_t next_item) {
+    const int64_t pass = std::max<int64_t>(kTileRows, kRowsBytes / (2 * job.K) / kTileRows * kTileRows);
+    const int64_t distance = job.M <= pass ? kTileColumns : next_item, end = job.M <= pass ? n_end : job.N;
+    const int share = job.M <= kTileRows ? 4 : job.M < 4 * kTileRows ? 2 : 1;
     for (int64_t m = 0; m < job.M; m += pass)
         for (int64_t n = n_first; n < n_end;) {
-            const int64_t left = n_end - n;
-            const int columns = left >= kTileColumns ? kTileColumns : 1;
-            dot_tiles(job, m, std::min(job.M, m + pass), n, columns, m == 0 && left >= 2 * columns);
+            const int columns = n_end - n >= kTileColumns ? kTileColumns : 1;
+            Ahead ahead{static_cast<const bf16*>(job.w) + (n + distance) * job.w_stride, columns * job.K / 4, 4, share};
+            ahead.advance(static_cast<int>(std::min<int64_t>(4, share * (m / kTileRows))));
+            if (n + distance + columns > end) ahead.left = 0;
+            dot_tiles(job, m, std::min(job.M, m + pass), n, columns, ahead);
             n += columns;
         }
 }
@@ -132,10 +209,12 @@ void dot_block(const LinearCall& job, int64_t n_first, int64_t n_end) {
 
 void run_dot(const LinearCall& job) {
     if (job.M <= 0 || job.N <= 0 || job.K <= 0) return;
-    const int64_t rows = rows_per_item(job.M, job.N, job.K, num_threads());
+    const int threads = num_threads();
+    const int64_t most = std::min({kItemRows, kItemBytes / (2 * job.K), job.N / (threads * 6)}) / 8 * 8;
+    const int64_t rows = std::max(most, rows_per_item(job.M, job.N, job.K, threads));
     parallel_for((job.N + rows - 1) / rows, [&](int64_t item, int) {
         const FlushSubnormals floats(true);
-        dot_block(job, item * rows, std::min(job.N, (item + 1) * rows));
+        dot_item(job, item * rows, std::min(job.N, (item + 1) * rows), threads * rows);
     });
 }
 

@@ -54,6 +54,8 @@ template <> UNISON_INLINE float narrow<float>(float x) { return x; }
 template <> UNISON_INLINE bf16 narrow<bf16>(float x) { return narrow_bf16(x); }
 
 UNISON_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+UNISON_INLINE void prefetch_to_l2(const void* address) { __builtin_prefetch(address, 0, 2); }
+UNISON_INLINE void prefetch_to_write(const void* address) { __builtin_prefetch(address, 1, 3); }
 
 // ---- the lanes: one struct and its primitive operations per instruction set ----
 #if defined(UNISON_AVX2)
