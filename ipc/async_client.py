@@ -17,16 +17,8 @@ from typing import Any, TypeVar
 from .address import Address, is_alive, read_address
 from .calls import Answer, CallTable
 from .channel import Dialer
-from .client_config import ClientConfig
-from .errors import (
-    ERROR_CODES,
-    CapacityError,
-    ConfigError,
-    DeadlineError,
-    HandshakeError,
-    UnisonError,
-    WorkerLostError,
-)
+from .client_config import ClientConfig, named_directory
+from .errors import ERROR_CODES, CapacityError, DeadlineError, HandshakeError, UnisonError, WorkerLostError
 from .mailbox import Mailbox, TaskMailbox
 from .messages import (
     CODEC,
@@ -121,7 +113,7 @@ class AsyncClient:
 
     def __init__(self, run_dir: str | Path, role: str = "user", config: ClientConfig | None = None) -> None:
         """Use `connect`, which also starts it."""
-        self.run_dir = Path(run_dir)
+        self.run_dir = named_directory(run_dir)
         self.config = config or ClientConfig()
         self.worker: Welcome
         """Whom we talk to; replaced when a new worker answers."""
@@ -146,8 +138,6 @@ class AsyncClient:
             DeadlineError: no worker answered within `connect_s`. HandshakeError: it refused this client.
             ConfigError: `run_dir` is empty.
         """
-        if not str(run_dir):  # Path("") would mean the working directory
-            raise ConfigError("run_dir", "is empty; give the directory that bin/serve printed, or the training run's")
         client = cls(run_dir, role, config)
         client._task = asyncio.create_task(client._run())
         try:

@@ -1,11 +1,14 @@
-"""ClientConfig: the times of a client.
+"""ClientConfig: the times of a client, and which run it means.
 
-Owns: defaults and their meaning. Read by the clients.
+Owns: defaults and their meaning, the check of a run directory. Read by the clients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,3 +27,14 @@ class ClientConfig:
     """A worker that says nothing for so long counts as lost; longer than its longest step."""
     return_s: float = 60.0
     """How long resubmitted calls wait for a new worker before they fail."""
+
+
+def named_directory(run_dir: str | Path) -> Path:
+    """A run's directory as a path.
+
+    Raises:
+        ConfigError: it is empty, which as a path would mean the working directory.
+    """
+    if run_dir == "":
+        raise ConfigError("run_dir", "is empty; give the directory that bin/serve printed, or the training run's")
+    return Path(run_dir)

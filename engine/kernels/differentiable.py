@@ -192,6 +192,16 @@ def silu_mul(kernels: Kernels, gate_up: torch.Tensor, out: torch.Tensor | None =
     return _SiluMul.apply(kernels, gate_up)
 
 
+def linear_silu_mul(
+    kernels: Kernels, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`Kernels.linear_silu_mul`, differentiable in x, w and bias: with gradients, what its two parts give."""
+    if not _records(x, w, bias):
+        return kernels.linear_silu_mul(x, w, bias, out)
+    return silu_mul(kernels, linear(kernels, x, w, bias))
+
+
 class _RowLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, rows: Any, targets: Any) -> torch.Tensor:

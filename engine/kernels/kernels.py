@@ -118,6 +118,19 @@ class Kernels(ABC):
         Shapes: y [M, I].
         """
 
+    def linear_silu_mul(
+        self,
+        x_MK: torch.Tensor,
+        w_2IK: torch.Tensor,
+        bias_2I: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`silu_mul` of `linear`, to the same bits: a gated layer's first half.
+
+        Shapes: w [2 I, K] with the gate's rows first, y [M, I].
+        """
+        return self.silu_mul(self.linear(x_MK, w_2IK, bias_2I), out)
+
     @abstractmethod
     def row_logprobs(self, logits_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
         """log softmax of each row at its target. A target outside the vocabulary is the caller's fault; it never

@@ -61,6 +61,7 @@ class NativeKernels(Kernels):
         self._torch = TorchKernels(exact=True) if linear == "onednn" else None
         self._linear = _functions(lib, "unison_linear", _LINEAR)
         self._logits = {_BF16: _function(lib, "unison_logits_bf16", _LINEAR), _F32: self._linear[_F32]}
+        self._linear_silu_mul = _functions(lib, "unison_linear_silu_mul", _LINEAR)
         self._norm = _functions(lib, "unison_rms_norm", _NORM)
         self._rope = _functions(lib, "unison_rope", _ROPE)
         self._silu_mul = _functions(lib, "unison_silu_mul", _SILU)
@@ -133,6 +134,19 @@ class NativeKernels(Kernels):
         if self._torch is not None and dtype is _BF16 and self._torch.can_be_exact(x_MK, w_NK):
             return self._torch.linear(x_MK, w_NK, bias_N, out)
         return _call_linear(self._linear, x_MK, w_NK, bias_N, out, dtype)
+
+    def linear_silu_mul(
+        self,
+        x_MK: torch.Tensor,
+        w_2IK: torch.Tensor,
+        bias_2I: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self._torch is not None:
+            return super().linear_silu_mul(x_MK, w_2IK, bias_2I, out)
+        if w_2IK.shape[0] % 2:
+            raise ValueError(f"w is {tuple(w_2IK.shape)}; its rows must be even in number: gate, then up")
+        return _call_linear(self._linear_silu_mul, x_MK, w_2IK, bias_2I, out, x_MK.dtype, 2)
 
     def logits(self, x_MK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return _call_linear(self._logits, x_MK, w_NK, None, out, _F32)
@@ -215,6 +229,7 @@ def _call_linear(
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
+    rows_per_output: int = 1,
 ) -> torch.Tensor:
     function = _by_dtype(functions, x, w)
     rows, inner, x_stride = _matrix("x", x)
@@ -227,7 +242,7 @@ def _call_linear(
             raise TypeError(f"bias is {bias.dtype}; x is {x.dtype}, and they must be alike")
         _vector("bias", bias, width)
         bias_pointer = bias.data_ptr()
-    y, y_stride = _output(out, rows, width, out_dtype)
+    y, y_stride = _output(out, rows, width // rows_per_output, out_dtype)
     function(x.data_ptr(), x_stride, w.data_ptr(), w_stride, bias_pointer, y.data_ptr(), y_stride, rows, width, inner)
     return y
 

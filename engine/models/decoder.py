@@ -37,17 +37,16 @@ class _Scratch:
 
     qkv: Tensor | None = None
     branch: Tensor | None = None
-    gate_up: Tensor | None = None
     gated: Tensor | None = None
     hidden: Tensor | None = None
 
     @classmethod
     def of(cls, layer: LayerWeights, hidden: Tensor) -> _Scratch:
         """For any layer of the model: their shapes are alike. `hidden` [T, hidden] is taken into use."""
-        widths = (layer.qkv.shape[0], hidden.shape[1], layer.gate_up.shape[0], layer.gate_up.shape[0] // 2)
-        qkv, branch, gate_up, gated = (hidden.new_empty(hidden.shape[0], width) for width in widths)
-        keep((qkv, branch, gate_up, gated))
-        return cls(qkv, branch, gate_up, gated, hidden)
+        widths = (layer.qkv.shape[0], hidden.shape[1], layer.gate_up.shape[0] // 2)
+        qkv, branch, gated = (hidden.new_empty(hidden.shape[0], width) for width in widths)
+        keep((qkv, branch, gated))
+        return cls(qkv, branch, gated, hidden)
 
 
 class Decoder:
@@ -96,8 +95,7 @@ class Decoder:
         kernels, eps = self.kernels, self.spec.rms_norm_eps
         branch = self._attention(index, layer, hidden, rotary, attend, to)
         residual, hidden = differentiable.add_rms_norm(kernels, residual, branch, layer.post_norm, eps, to.hidden)
-        gate_up = differentiable.linear(kernels, hidden, layer.gate_up, layer.gate_up_bias, to.gate_up)
-        gated = differentiable.silu_mul(kernels, gate_up, to.gated)
+        gated = differentiable.linear_silu_mul(kernels, hidden, layer.gate_up, layer.gate_up_bias, to.gated)
         branch = differentiable.linear(kernels, gated, layer.down, layer.down_bias, to.branch)
         return differentiable.add_rms_norm(kernels, residual, branch, next_norm, eps, to.hidden)
 

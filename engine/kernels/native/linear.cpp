@@ -17,6 +17,7 @@
 
 #include "linear_call.h"
 #include "pool.h"
+#include "silu.h"
 #include "simd.h"
 #include "tape.h"
 
@@ -299,13 +300,27 @@ void run_bf16(const LinearCall& call) {
     else run_linear<bf16>(call);
 }
 
+// y = silu_mul of x w^T + bias: N is twice the width of y; gate and up are rounded to T between, as without fusion.
+template <class T> void run_silu_mul(const LinearCall& call) {
+    if (call.M <= 0 || call.N <= 0) return;
+    if (sizeof(T) == 2 && has_dot()) return run_dot_silu_mul(call);
+    T* gate_up = static_cast<T*>(scratch(3, static_cast<size_t>(call.M * call.N) * sizeof(T)));
+    LinearCall both(call);
+    both.y = gate_up, both.y_stride = call.N;
+    run_linear<T>(both);
+    parallel_for(call.M, [&](int64_t m, int) {
+        const T* gate = gate_up + m * call.N;
+        silu_mul_span(gate, gate + call.N / 2, static_cast<T*>(call.y) + m * call.y_stride, call.N / 2);
+    });
+}
+
 }  // namespace
 }  // namespace unison
 
 extern "C" {
 
 // Strides in elements. unison_linear_*: y has the operands' type. unison_logits_bf16: y is float, without a rounding
-// between.
+// between. unison_linear_silu_mul_*: N is that of w, twice the width of y.
 #define UNISON_LINEAR(NAME, RUN, Y_IS_FLOAT)                                                                          \
     UNISON_EXPORT void NAME(const void* x, int64_t x_stride, const void* w, int64_t w_stride, const void* bias,       \
                             void* y, int64_t y_stride, int64_t M, int64_t N, int64_t K) {                             \
@@ -315,5 +330,7 @@ extern "C" {
 UNISON_LINEAR(unison_linear_bf16, run_bf16, false)
 UNISON_LINEAR(unison_logits_bf16, run_bf16, true)
 UNISON_LINEAR(unison_linear_f32, run_linear<float>, true)
+UNISON_LINEAR(unison_linear_silu_mul_bf16, run_silu_mul<unison::bf16>, false)
+UNISON_LINEAR(unison_linear_silu_mul_f32, run_silu_mul<float>, true)
 #undef UNISON_LINEAR
 }

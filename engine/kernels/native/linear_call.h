@@ -68,6 +68,7 @@ constexpr bool has_dot() {
 #endif
 }
 void run_dot(const LinearCall& job);
+void run_dot_silu_mul(const LinearCall& job);
 
 // Weight rows per item: about ten microseconds of work, and several items per thread.
 inline int64_t rows_per_item(int64_t M, int64_t N, int64_t K, int threads) {

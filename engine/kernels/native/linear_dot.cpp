@@ -9,6 +9,7 @@
 // cache holds. Meanwhile the weights that come next are fetched. A tile's sums are added up sixteen at a time.
 #include "linear_call.h"
 #include "pool.h"
+#include "silu.h"
 #include "simd.h"
 
 namespace unison {
@@ -188,37 +189,82 @@ void dot_tiles(const LinearCall& job, int64_t m, int64_t m_end, int64_t n, int c
     }
 }
 
-// Weight rows [n_first, n_end) of an item. What is fetched ahead is the next tile where all activations pass at once;
-// else the item that this thread is likely to take next, so that later passes overlap with memory too.
-void dot_item(const LinearCall& job, int64_t n_first, int64_t n_end, int64_t next_item) {
-    const int64_t pass = std::max<int64_t>(kTileRows, kRowsBytes / (2 * job.K) / kTileRows * kTileRows);
-    const int64_t distance = job.M <= pass ? kTileColumns : next_item, end = job.M <= pass ? n_end : job.N;
+// How a job is cut: items of weight rows for the threads, passes of activations within an item.
+struct Cut {
+    int64_t rows, pass;
+    int64_t next_item;  // rows from an item to the one that the same thread is likely to take next
+
+    Cut(const LinearCall& job, int64_t N) {
+        const int threads = num_threads();
+        const int64_t most = std::min({kItemRows, kItemBytes / (2 * job.K), N / (threads * 6)}) / 8 * 8;
+        rows = std::max(most, rows_per_item(job.M, N, job.K, threads));
+        pass = std::max<int64_t>(kTileRows, kRowsBytes / (2 * job.K) / kTileRows * kTileRows);
+        next_item = threads * rows;
+    }
+};
+
+// One pass of activations, from row m on, against weight rows [n_first, n_end); outputs go to `y`, where that of row m and
+// weight row n_first belongs. What is fetched ahead is the next tile where all activations pass at once; else the item
+// that comes next, so that later passes overlap with memory too. Nothing is fetched from weight row `end` on.
+void dot_pass(const LinearCall& job, const Cut& cut, int64_t m, int64_t n_first, int64_t n_end, int64_t end, char* y) {
+    const bool is_whole = job.M <= cut.pass;
+    const int64_t distance = is_whole ? kTileColumns : cut.next_item, last = is_whole ? n_end : end;
+    LinearCall part(job);
+    part.x = static_cast<const bf16*>(job.x) + m * job.x_stride;
+    part.w = static_cast<const bf16*>(job.w) + n_first * job.w_stride;
+    if (job.bias != nullptr) part.bias = static_cast<const bf16*>(job.bias) + n_first;
+    part.y = y;
     const int share = job.M <= kTileRows ? 4 : job.M < 4 * kTileRows ? 2 : 1;
-    for (int64_t m = 0; m < job.M; m += pass)
-        for (int64_t n = n_first; n < n_end;) {
-            const int columns = n_end - n >= kTileColumns ? kTileColumns : 1;
-            Ahead ahead{static_cast<const bf16*>(job.w) + (n + distance) * job.w_stride, columns * job.K / 4, 4, share};
-            ahead.advance(static_cast<int>(std::min<int64_t>(4, share * (m / kTileRows))));
-            if (n + distance + columns > end) ahead.left = 0;
-            dot_tiles(job, m, std::min(job.M, m + pass), n, columns, ahead);
-            n += columns;
-        }
+    for (int64_t n = 0; n < n_end - n_first;) {
+        const int columns = n_end - n_first - n >= kTileColumns ? kTileColumns : 1;
+        Ahead ahead{static_cast<const bf16*>(part.w) + (n + distance) * job.w_stride, columns * job.K / 4, 4, share};
+        ahead.advance(static_cast<int>(std::min<int64_t>(4, share * (m / kTileRows))));
+        if (n_first + n + distance + columns > last) ahead.left = 0;
+        dot_tiles(part, 0, std::min(job.M - m, cut.pass), n, columns, ahead);
+        n += columns;
+    }
 }
 
 }  // namespace
 
 void run_dot(const LinearCall& job) {
     if (job.M <= 0 || job.N <= 0 || job.K <= 0) return;
-    const int threads = num_threads();
-    const int64_t most = std::min({kItemRows, kItemBytes / (2 * job.K), job.N / (threads * 6)}) / 8 * 8;
-    const int64_t rows = std::max(most, rows_per_item(job.M, job.N, job.K, threads));
-    parallel_for((job.N + rows - 1) / rows, [&](int64_t item, int) {
+    const Cut cut(job, job.N);
+    const int64_t size = job.y_is_float ? sizeof(float) : sizeof(bf16);
+    parallel_for((job.N + cut.rows - 1) / cut.rows, [&](int64_t item, int) {
         const FlushSubnormals floats(true);
-        dot_item(job, item * rows, std::min(job.N, (item + 1) * rows), threads * rows);
+        const int64_t first = item * cut.rows, end = std::min(job.N, first + cut.rows);
+        for (int64_t m = 0; m < job.M; m += cut.pass)
+            dot_pass(job, cut, m, first, end, job.N, static_cast<char*>(job.y) + (m * job.y_stride + first) * size);
+    });
+}
+
+void run_dot_silu_mul(const LinearCall& job) {
+    const int64_t inner = job.N / 2;
+    if (job.M <= 0 || inner <= 0 || job.K <= 0) return;
+    const Cut cut(job, inner);
+    parallel_for((inner + cut.rows - 1) / cut.rows, [&](int64_t item, int) {
+        const int64_t first = item * cut.rows, count = std::min(inner - first, cut.rows);
+        bf16* gate = static_cast<bf16*>(scratch(0, static_cast<size_t>(2 * cut.pass * count) * sizeof(bf16)));
+        bf16* up = gate + count;
+        LinearCall both(job);
+        both.y_stride = 2 * count;
+        for (int64_t m = 0; m < job.M; m += cut.pass) {
+            {
+                const FlushSubnormals floats(true);
+                const int64_t half = inner + first;
+                dot_pass(both, cut, m, first, first + count, inner, reinterpret_cast<char*>(gate));
+                dot_pass(both, cut, m, half, half + count, job.N, reinterpret_cast<char*>(up));
+            }
+            for (int64_t i = 0; i < std::min(job.M - m, cut.pass); ++i)
+                silu_mul_span(gate + i * 2 * count, up + i * 2 * count,
+                              static_cast<bf16*>(job.y) + (m + i) * job.y_stride + first, count);
+        }
     });
 }
 
 #else
 void run_dot(const LinearCall&) {}
+void run_dot_silu_mul(const LinearCall&) {}
 #endif
 }  // namespace unison

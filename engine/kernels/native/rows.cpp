@@ -8,6 +8,7 @@
 #include "linear_call.h"
 #include "pool.h"
 #include "row_sum.h"
+#include "silu.h"
 #include "simd.h"
 #include "tape.h"
 
@@ -108,14 +109,6 @@ void run_rope(const Rope<T>& q, const Rope<T>& k, const float* cosine, int64_t c
 }
 
 // ---- gated activation ----
-
-template <class T> void silu_mul_span(const T* gate, const T* up, T* out, int64_t count) {
-    eights(
-        count, [&](int64_t k) { store8(out + k, mul8(round_to<T>(silu8(load8(gate + k))), load8(up + k))); },
-        [&](int64_t k, int n) {
-            store_part(out + k, mul8(round_to<T>(silu8(load_part(gate + k, n))), load_part(up + k, n)), n);
-        });
-}
 
 template <class T>
 void run_silu_mul(const T* gate_up, int64_t stride, T* out, int64_t out_stride, int64_t rows, int64_t inner) {

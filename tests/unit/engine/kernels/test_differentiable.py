@@ -124,3 +124,5 @@ def test_no_gradient_calls_the_kernel_itself() -> None:
         x = torch.randn(2, 8, requires_grad=True)
         assert differentiable.silu_mul(kernels, x).grad_fn is None
     assert differentiable.silu_mul(kernels, torch.randn(2, 8)).grad_fn is None
+    gated = differentiable.linear_silu_mul(kernels, torch.randn(2, 8), torch.randn(6, 8))
+    assert gated.grad_fn is None and gated.shape == (2, 3)

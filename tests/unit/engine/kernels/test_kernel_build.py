@@ -23,6 +23,16 @@ def run(program: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def test_where_there_is_a_compiler_there_are_native_kernels() -> None:
+    """A library that doesn't compile would only skip its tests: here it fails one."""
+    try:
+        build.Toolchain.find()
+    except build.BuildError:
+        pytest.skip("no compiler here")
+    if os.environ.get("UNISON_KERNELS", "native") != "torch":
+        assert build.library() is not None, build.why_unavailable()
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_two_builders_at_once_leave_one_library(tmp_path: Path) -> None:

@@ -65,6 +65,23 @@ def test_linear_columns_do_not_depend_on_how_weights_are_cut(kernels: NativeKern
 
 
 @DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gated_layer_is_its_two_parts(
+    kernels: NativeKernels, scalar: NativeKernels, threads: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """R3: fused or not, on any variant: the same bits. Widths that no tile or item divides."""
+    for m, inner, k in ((1, 1, 3), (2, 5, 32), (7, 33, 40), (13, 100, 576), (70, 61, 64), (3, 250, 1536), (0, 4, 8)):
+        x, w = random(m, k, dtype=dtype), random(2 * inner, k, dtype=dtype, seed=1)
+        bias = random(2 * inner, dtype=dtype, seed=2) if has_bias else None
+        wide = torch.full((m, inner + 3), 7.0, dtype=dtype)
+        parts = kernels.silu_mul(kernels.linear(x, w, bias))
+        assert torch.equal(bits(kernels.linear_silu_mul(x, w, bias, wide[:, :inner])), bits(parts))
+        assert torch.equal(wide[:, inner:], torch.full((m, 3), 7.0, dtype=dtype)), "nothing beside the outputs"
+        if m < 10:
+            assert torch.equal(bits(scalar.linear_silu_mul(x, w, bias)), bits(parts))
+
+
+@DTYPES
 def test_linear_of_strided_and_unaligned_views(kernels: NativeKernels, dtype: torch.dtype) -> None:
     x, w = random(7, 100, dtype=dtype), random(20, 100, dtype=dtype, seed=1)
     plain = kernels.linear(x, w)

@@ -47,7 +47,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 
 @DTYPES
 @pytest.mark.parametrize("k", [1, 7, 8, 15, 16, 17, 33, 1601])
-@pytest.mark.parametrize("m", [1, 2, 3, 5])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 13])
 def test_linear_never_reads_or_writes_past_an_end(kernels: NativeKernels, dtype: torch.dtype, m: int, k: int) -> None:
     """A byte too far is a segmentation fault, which no test survives."""
     for n in (1, 4, 7, 9, 21):
@@ -57,6 +57,10 @@ def test_linear_never_reads_or_writes_past_an_end(kernels: NativeKernels, dtype:
         assert torch.equal(out, kernels.linear(x, w, bias))
         wide = guarded(torch.zeros(m, n))
         assert torch.equal(kernels.logits(guarded(x), guarded(w), wide), kernels.logits(x, w))
+        if n % 2 == 0:
+            half = guarded(torch.zeros(m, n // 2, dtype=dtype))
+            kernels.linear_silu_mul(guarded(x), guarded(w), guarded(bias), half)
+            assert torch.equal(half, kernels.linear_silu_mul(x, w, bias))
 
 
 @DTYPES
@@ -119,6 +123,8 @@ REFUSED = [
     (ValueError, lambda k: k.add_rms_norm(torch.zeros(2, 8), M, torch.zeros(8), 1e-5)),
     (TypeError, lambda k: k.add_rms_norm(M.bfloat16(), M, torch.zeros(8), 1e-5)),
     (ValueError, lambda k: k.silu_mul(torch.zeros(3, 7))),
+    (ValueError, lambda k: k.linear_silu_mul(torch.zeros(3, 7), torch.zeros(5, 7))),
+    (ValueError, lambda k: k.linear_silu_mul(torch.zeros(3, 7), torch.zeros(4, 7), out=torch.zeros(3, 4))),
     (TypeError, lambda k: k.silu_mul(torch.zeros(3, 8, dtype=torch.int32))),
     (TypeError, lambda k: k.rope_(M[:, None], M[:, None], M[:, :4].bfloat16(), M[:, :4])),
     (ValueError, lambda k: k.rope_(M[:, None], M[:, None], M[:, :5], M[:, :5])),
