@@ -56,7 +56,9 @@ def _beside(options: argparse.Namespace) -> dict[str, Any]:
     if options.what == "walls":
         rows = measure_walls(options.model, options.dtype, options.repeats, options.new_tokens)
     elif options.what == "train":
-        rows = measure_training(options.model, options.dtype, options.task, options.steps, options.threads)
+        rows = measure_training(
+            options.model, options.dtype, options.task, options.steps, options.threads, options.seeds
+        )
     else:
         rows = measure_updates(options.model, options.dtype, options.duration_s)
     about = {"model": options.model.name, "dtype": options.dtype, "threads": options.threads}
@@ -92,6 +94,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--duration-s", type=float, default=60.0, help="updates: seconds per rule")
     parser.add_argument("--task", default="sort-words", help="train: built-in task")
     parser.add_argument("--steps", type=int, default=6, help="train: steps of 64 samples per trainer")
+    parser.add_argument("--seeds", type=int, default=3, help="train: runs per trainer, each with another seed")
     parser.add_argument("--json", help="also write all measurements to this file")
     parser.add_argument("--check", action="store_true", help="report: only say whether the page is up to date")
     options = parser.parse_args()

@@ -28,11 +28,12 @@ def train_plainly(arguments: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(arguments["threads"])
-    torch.manual_seed(0)
+    torch.manual_seed(arguments["seed"])
     tokenizer = AutoTokenizer.from_pretrained(arguments["model"])
     model: Any = AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments["learning_rate"], weight_decay=0.0)
-    task, renderer, draw, seconds = load_task(arguments["task"]), PromptRenderer(tokenizer), random.Random(0), []
+    task, renderer = load_task(arguments["task"]), PromptRenderer(tokenizer)
+    draw, seconds = random.Random(arguments["seed"]), []
     for _ in range(arguments["steps"]):
         started = perf_counter()
         chosen = draw.sample(range(len(task.train)), arguments["groups"])

@@ -2,7 +2,8 @@
 the other.
 
 Samples trained per second come from each one's own steps, the first left out; held-out rewards after equal samples from
-this engine's greedy completions of each result. Each runs in a process of its own.
+this engine's greedy completions of each result. Each runs in a process of its own, once per seed: after a few steps
+rewards differ more between seeds than between trainers, so one seed says nothing about them.
 
 Owns: the runs. Called by `bin/bench train`.
 """
@@ -37,26 +38,23 @@ NUM_HELD_OUT = 64
 Rows = dict[str, dict[str, float]]
 
 
-def measure_training(model: Path, dtype: str, task_name: str, steps: int, threads: int) -> Rows:
-    """Each trainer for `steps` steps of 64 samples each."""
+def measure_training(model: Path, dtype: str, task_name: str, steps: int, threads: int, seeds: int) -> Rows:
+    """Each trainer for `steps` steps of 64 samples, with each of the seeds from 0 on."""
     task = load_task(task_name)
-    with tempfile.TemporaryDirectory(prefix="unison-bench-") as directory:
-        folder = Path(directory)
-        ours, trained = _unison(folder / "run", model, dtype, task_name, steps)
-        shared: dict[str, Any] = {"model": str(model), "task": task_name, "steps": steps, "threads": threads}
-        trl = _elsewhere("training", shared | {"out": str(folder / "trl")})
-        batch = {"groups": GROUPS, "group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS, "learning_rate": LEARNING_RATE}
-        plain = _elsewhere("plain_training", shared | batch | {"out": str(folder / "plain")})
-        rows = {"before": {"held-out reward": held_out_reward(model, dtype, task)}}
-        for name, seconds, result in (
-            ("unison", ours, trained),
-            ("trl", trl, folder / "trl"),
-            ("plain loop", plain, folder / "plain"),
-        ):
-            rows[name] = {
-                "s per step": fmean(seconds), "samples/s": GROUPS * GROUP_SIZE / fmean(seconds),
-                "held-out reward": held_out_reward(result, dtype, task),
-            }  # fmt: skip
+    rows = {"before": {"held-out reward": held_out_reward(model, dtype, task)}}
+    shared: dict[str, Any] = {
+        "model": str(model), "dtype": dtype, "task": task_name, "steps": steps, "threads": threads, "groups": GROUPS,
+        "group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS, "learning_rate": LEARNING_RATE,
+    }  # fmt: skip
+    for name, run in (("unison", _unison), ("trl", _trl), ("plain loop", _plain)):
+        seconds, rewards = [], []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory(prefix="unison-bench-") as directory:
+                step_s, result = run(shared | {"seed": seed, "out": str(Path(directory) / "out")})
+                seconds += step_s[1:]
+                rewards.append(held_out_reward(result, dtype, task))
+        rows[name] = {"s per step": fmean(seconds), "samples/s": GROUPS * GROUP_SIZE / fmean(seconds),
+                      "held-out reward": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)}  # fmt: skip
     rows["async, while a version is published"] = measure_generation_during_updates(model, dtype, 4 * steps)
     ours_per_s = rows["unison"]["samples/s"]
     rows["ratio"] = {
@@ -83,23 +81,33 @@ def held_out_reward(model: Path, dtype: str, task: Task) -> float:
     return fmean(rewards)
 
 
-def _unison(run_dir: Path, model: Path, dtype: str, task: str, steps: int) -> tuple[list[float], Path]:
+def _unison(arguments: dict[str, Any]) -> tuple[list[float], Path]:
+    """Seconds of each step, and where the model is."""
+    run_dir = Path(arguments["out"])
     _run([
-        "unison.workers.trainer.cli", "--model", str(model), "--dtype", dtype, "--task", task, "--steps", str(steps),
+        "unison.workers.trainer.cli", "--model", arguments["model"], "--dtype", arguments["dtype"],
+        "--task", arguments["task"], "--steps", str(arguments["steps"]), "--seed", str(arguments["seed"]),
         "--groups-per-step", str(GROUPS), "--group-size", str(GROUP_SIZE), "--max-tokens", str(MAX_TOKENS),
         "--learning-rate", str(LEARNING_RATE), "--run-dir", str(run_dir), "--set", "evaluation.interval_steps=0",
         "--set", "checkpoint.interval_steps=0", "--set", "task.num_eval_prompts=1",
     ])  # fmt: skip
     rows = [row for row in read_metrics(run_dir) if row["kind"] == "step"]
-    seconds = [row["rollout_s"] + row["train_s"] + row["publish_s"] for row in rows]
-    return seconds[1:], checkpoints(run_dir)[-1]
+    return [row["rollout_s"] + row["train_s"] + row["publish_s"] for row in rows], checkpoints(run_dir)[-1]
 
 
-def _elsewhere(module: str, arguments: dict[str, Any]) -> list[float]:
-    """Seconds of each step but the first, of a trainer that a module beside this one runs and that writes its model."""
+def _trl(arguments: dict[str, Any]) -> tuple[list[float], Path]:
+    return _elsewhere("training", arguments)
+
+
+def _plain(arguments: dict[str, Any]) -> tuple[list[float], Path]:
+    return _elsewhere("plain_training", arguments)
+
+
+def _elsewhere(module: str, arguments: dict[str, Any]) -> tuple[list[float], Path]:
+    """The same of a trainer that a module beside this one runs, and that writes its model."""
     _run([f"unison.workers.bench.{module}", json.dumps(arguments)])
-    seconds: list[float] = json.loads(Path(arguments["out"], "seconds.json").read_text())
-    return seconds[1:]
+    out = Path(arguments["out"])
+    return json.loads((out / "seconds.json").read_text()), out
 
 
 def _run(arguments: list[str]) -> None:
@@ -125,7 +133,7 @@ def train_with_trl(arguments: dict[str, Any]) -> None:
         output_dir=arguments["out"], use_cpu=True, bf16=True, per_device_train_batch_size=GROUPS * GROUP_SIZE,
         num_generations=GROUP_SIZE, max_completion_length=MAX_TOKENS, learning_rate=LEARNING_RATE, beta=0.0,
         loss_type="grpo", max_steps=arguments["steps"], lr_scheduler_type="constant", report_to="none",
-        save_strategy="no", logging_steps=1, temperature=1.0, gradient_checkpointing=False,
+        save_strategy="no", logging_steps=1, temperature=1.0, gradient_checkpointing=False, seed=arguments["seed"],
     )  # fmt: skip
     times = [perf_counter()]
 
