@@ -2,7 +2,7 @@
 
 Owns: the structs that describe a call to the kernel. They are made once per descriptor and once per layer and kept
 there (`prepared`), so that a layer costs one lean ctypes call. Gradients flow through packed sequences only (see
-gradient.py).
+native_gradient.py).
 
 Exactness: a query's bits depend on its own sequence and on `split_tokens`; attention.cpp has the contract.
 """
@@ -20,7 +20,7 @@ from ..kernels.build import library, why_unavailable
 from ..kernels.tape import NativeFunction, keep
 from .attention import AttentionBackend
 from .descriptors import DecodeDescriptor, Descriptor, LayerAttention, LayerKV, PackedDescriptor, PrefillDescriptor
-from .gradient import packed_backward
+from .native_gradient import native_packed_backward
 
 MAX_HEAD_DIM = 256
 GROUP_TOKENS = 32
@@ -194,7 +194,7 @@ class NativeAttention(AttentionBackend):
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Native forward, torch backward."""
+    """Forward and backward in C++."""
 
     @staticmethod
     def forward(
@@ -214,7 +214,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
-        return (*packed_backward(grads[0], (q, k, v, out), ctx.descriptor, ctx.layer), None, None, None)
+        return (*native_packed_backward(grads[0], (q, k, v, out), ctx.descriptor, ctx.layer), None, None, None)
 
 
 def _address(tensor: Tensor, may_skip_between_rows: bool = False) -> int:

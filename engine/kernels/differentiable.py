@@ -1,8 +1,8 @@
 """The operations with gradients: one function per operation of Kernels, for the trainer's forward.
 
-Owns the backward formulas. The forward is the kernel's, bit for bit, so a trainer's forward and the engine's agree;
-the backward is plain torch (GEMMs in the dtype that is fast here, the rest in fp32) and makes no promise about its
-order of reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
+Owns the way backward. The forward is the kernel's, bit for bit, so a trainer's forward and the engine's agree; the
+backward is torch's GEMMs, in the dtype that is fast here, and the formulas of `gradients`. It makes no promise about
+its order of reduction. Where no argument needs a gradient the kernel is called directly and nothing is recorded.
 
 Operations that write into their arguments (`add_rms_norm`, `rope`) do so only without gradients; with gradients they
 work on copies, and leave an `out` alone. Callers go on with what is returned and forget what they gave, so both read
@@ -80,28 +80,17 @@ def logits(kernels: Kernels, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return _Linear.apply(kernels, True, x, w, None)
 
 
-def _norm_gradients(x: torch.Tensor, weight: torch.Tensor, eps: float, grad: torch.Tensor) -> Pair:
-    """Gradients of the norm by x (float32) and by the weight (its dtype)."""
-    wide, upstream = x.float(), grad.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normal = wide * scale
-    inner = upstream * weight.float()
-    grad_x = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
-    return grad_x, (upstream * normal.to(x.dtype).float()).sum(0).to(weight.dtype)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, x: Any, weight: Any, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.kernels, ctx.eps = kernels, eps
         return kernels.rms_norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = _norm_gradients(x, weight, ctx.eps, grads[0])
-        return None, grad_x.to(x.dtype), grad_weight, None
+        return None, *ctx.kernels.gradients.rms_norm(x, weight, ctx.eps, grads[0]), None
 
 
 def rms_norm(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,14 +106,13 @@ class _AddRmsNorm(torch.autograd.Function):
         total = residual.clone()
         y = kernels.add_rms_norm(total, x, weight, eps)
         ctx.save_for_backward(total, weight)
-        ctx.eps = eps
+        ctx.kernels, ctx.eps = kernels, eps
         return total, y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         total, weight = ctx.saved_tensors
-        grad, grad_weight = _norm_gradients(total, weight, ctx.eps, grads[1])
-        grad = (grad + grads[0].float()).to(total.dtype)
+        grad, grad_weight = ctx.kernels.gradients.rms_norm(total, weight, ctx.eps, grads[1], grads[0])
         return None, grad, grad, grad_weight, None
 
 
@@ -174,15 +162,13 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, gate_up: Any) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.kernels = kernels
         return kernels.silu_mul(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        upstream, gated = grads[0].float(), torch.sigmoid(gate)
-        grad_gate = upstream * up * gated * (1.0 + gate * (1.0 - gated))
-        return None, torch.cat((grad_gate, upstream * gate * gated), dim=-1).to(gate_up.dtype)
+        return None, ctx.kernels.gradients.silu_mul(gate_up, grads[0])
 
 
 def silu_mul(kernels: Kernels, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

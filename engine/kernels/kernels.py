@@ -24,6 +24,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from .gradients import RowGradients
+
 
 class Kernels(ABC):
     """The decoder's operations on one kind of device. Stateless apart from scratch memory."""
@@ -42,6 +44,11 @@ class Kernels(ABC):
     def writes_into_outputs(self) -> bool:
         """Whether an `out` saves anything: False where results are computed elsewhere and copied there."""
         return False
+
+    @property
+    def gradients(self) -> RowGradients:
+        """The backward of the row-wise operations."""
+        return RowGradients()
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
@@ -138,6 +145,15 @@ class Kernels(ABC):
 
         Shapes: logits float32 [R, V], targets int64 [R], result float32 [R]. A NaN in a row gives NaN.
         """
+
+    def row_softmax(
+        self, logits_RV: torch.Tensor, targets_R: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`row_logprobs`, and the softmax of each row rounded to `dtype`: what a log-prob's gradient is made of.
+
+        Shapes: logits float32 [R, V], targets int64 [R], results float32 [R] and [R, V].
+        """
+        return self.row_logprobs(logits_RV, targets_R), torch.softmax(logits_RV, dim=-1).to(dtype)
 
     @abstractmethod
     def row_logsumexp(self, logits_RV: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .build import library, why_unavailable
+from .gradients import NativeRowGradients, RowGradients
 from .kernels import Kernels
 from .tape import NativeFunction, keep
 from .torch_kernels import TorchKernels
@@ -70,6 +71,8 @@ class NativeKernels(Kernels):
         )
         self._logsumexp = _function(lib, "unison_row_logsumexp", (_POINTER, _COUNT, _POINTER, _COUNT, _COUNT))
         self._logprobs = _function(lib, "unison_row_logprobs", (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT))
+        self._softmax = _functions(lib, "unison_row_softmax", (_POINTER, _COUNT, *(_POINTER,) * 3, _COUNT, _COUNT))
+        self._gradients = NativeRowGradients(lib)
         lib.unison_variant.restype = ctypes.c_char_p
 
     @property
@@ -83,6 +86,10 @@ class NativeKernels(Kernels):
     @property
     def writes_into_outputs(self) -> bool:
         return self._torch is None
+
+    @property
+    def gradients(self) -> RowGradients:
+        return self._gradients
 
     @property
     def num_threads(self) -> int:
@@ -206,14 +213,21 @@ class NativeKernels(Kernels):
 
     def row_logprobs(self, logits_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
         rows, width, stride = _logits_rows(logits_RV)
-        if targets_R.dtype is not torch.int64 or not targets_R.is_cpu:
-            raise TypeError(f"targets are {targets_R.dtype} on {targets_R.device}; row_logprobs takes int64 on the CPU")
-        if targets_R.dim() != 1 or targets_R.shape[0] != rows:
-            raise ValueError(f"targets are {tuple(targets_R.shape)}; {rows} rows of logits need shape ({rows},)")
-        targets = targets_R.contiguous()
+        targets = _targets(targets_R, rows)
         y = torch.empty(rows, dtype=_F32)
         self._logprobs(logits_RV.data_ptr(), stride, targets.data_ptr(), y.data_ptr(), rows, width)
         return y
+
+    def row_softmax(
+        self, logits_RV: torch.Tensor, targets_R: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, width, stride = _logits_rows(logits_RV)
+        targets = _targets(targets_R, rows)
+        y, softmax = torch.empty(rows, dtype=_F32), torch.empty((rows, width), dtype=dtype)
+        self._softmax[dtype](
+            logits_RV.data_ptr(), stride, targets.data_ptr(), y.data_ptr(), softmax.data_ptr(), rows, width
+        )
+        return y, softmax
 
     def row_logsumexp(self, logits_RV: torch.Tensor) -> torch.Tensor:
         rows, width, stride = _logits_rows(logits_RV)
@@ -304,6 +318,14 @@ def _heads(name: str, tensor: torch.Tensor, tokens: int, half: int) -> tuple[int
     if (step != 1 and width > 1) or (head < width and heads > 1) or (token < width and tokens > 1):
         raise ValueError(f"{name} has strides {tensor.stride()}; heads must be contiguous and must not overlap")
     return heads, token, head
+
+
+def _targets(targets: torch.Tensor, rows: int) -> torch.Tensor:
+    if targets.dtype is not torch.int64 or not targets.is_cpu:
+        raise TypeError(f"targets are {targets.dtype} on {targets.device}; row_logprobs takes int64 on the CPU")
+    if targets.dim() != 1 or targets.shape[0] != rows:
+        raise ValueError(f"targets are {tuple(targets.shape)}; {rows} rows of logits need shape ({rows},)")
+    return targets.contiguous()
 
 
 def _logits_rows(logits: torch.Tensor) -> tuple[int, int, int]:

@@ -110,16 +110,15 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(ctx: Any, kernels: Kernels, hidden: Any, head: Any, targets: Any, temperature: float) -> Tensor:
         logits = kernels.logits(hidden, head)
         logits = _at_temperature(logits, temperature)
-        out = kernels.row_logprobs(logits, targets)
-        ctx.save_for_backward(hidden, head, targets, torch.softmax(logits, dim=-1).to(hidden.dtype))
-        ctx.temperature = temperature
+        out, softmax = kernels.row_softmax(logits, targets, hidden.dtype)
+        ctx.save_for_backward(hidden, head, targets, softmax)
+        ctx.kernels, ctx.temperature = kernels, temperature
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, head, targets, softmax = ctx.saved_tensors
-        upstream = (grads[0] / ctx.temperature).to(softmax.dtype).unsqueeze(-1)
-        grad = softmax.mul(-upstream).scatter_add_(-1, targets.unsqueeze(-1), upstream)
+        grad = ctx.kernels.gradients.logprobs(softmax, targets, grads[0] / ctx.temperature)
         return None, differentiable.product(grad, head), differentiable.product(grad.t(), hidden), None, None
 
 

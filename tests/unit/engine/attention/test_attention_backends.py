@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from unison.engine.attention import AttentionBackend, LayerAttention
+from unison.engine.attention import AttentionBackend, LayerAttention, PackedDescriptor
+from unison.engine.attention.gradient import packed_backward
+from unison.engine.attention.native_gradient import native_packed_backward
 from unison.engine.attention.reference import ReferenceAttention
+from unison.engine.kernels.build import library
 
 LENGTHS = [1, 2, 33, 64, 65, 130]
 REFERENCE = ReferenceAttention()
@@ -80,6 +83,24 @@ def test_gradients_of_packed_sequences(backend: AttentionBackend, sequences: Cal
         grads.append([tensor.grad for tensor in inputs])
     for actual, wanted in zip(*grads, strict=True):
         assert (actual - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("heads", [(6, 2), (8, 1), (3, 3)])
+def test_native_gradients_leave_out_what_has_none(sequences: Callable, heads: tuple[int, int], window: int) -> None:
+    """Query rows without an upstream gradient change nothing: in bfloat16 and beside the torch formula, whose float32
+    results are rounded once as well."""
+    case = sequences([1, 33, 0, 20], heads=heads, dim=24, dtype=torch.bfloat16, window=window)
+    out = case.packed(REFERENCE)
+    upstream = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    upstream[5:20] = 0
+    saved, descriptor = (case.q, case.k, case.v, out), PackedDescriptor(torch.tensor([0, 1, 34, 34, 54]).int(), 33)
+    found = native_packed_backward(upstream, saved, descriptor, case.layer)
+    wanted = packed_backward(upstream, saved, descriptor, case.layer)
+    assert torch.equal(found[0][5:20], torch.zeros_like(found[0][5:20]))
+    for actual, expected in zip(found, wanted, strict=True):
+        assert (actual - expected).abs().max() <= 2.0**-7 * expected.abs().max()
 
 
 def test_reference_is_softmax_attention() -> None:

@@ -1,12 +1,15 @@
 """Rows of the native kernels depend on nothing but themselves, and not on the instruction set."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from unison.engine.kernels import NativeKernels
 from unison.engine.kernels.adamw import AdamWRates, AdamWRun, native_adamw_, native_sum_of_squares
 from unison.engine.kernels.build import BuildError, build, library, load
+from unison.engine.kernels.gradients import RowGradients
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
 
@@ -24,6 +27,13 @@ def threads(request: pytest.FixtureRequest, kernels: NativeKernels) -> int:
     kernels.set_num_threads(request.param)
     yield request.param
     kernels.set_num_threads(before)
+
+
+@contextmanager
+def one_thread(kernels: NativeKernels, threads: int) -> Iterator[None]:
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(threads)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -62,6 +72,32 @@ def test_linear_columns_do_not_depend_on_how_weights_are_cut(kernels: NativeKern
         for cut in (1, 3, 8, 20):
             parts = [kernels.logits(x[:m], w[i : i + cut]) for i in range(0, 61, cut)]
             assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@DTYPES
+def test_gradients_are_torchs(kernels: NativeKernels, threads: int, dtype: torch.dtype) -> None:
+    """The C++ formulas beside the torch ones, and the same bits for any number of threads."""
+    plain, native = RowGradients(), kernels.gradients
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    for rows, width in ((0, 8), (1, 1), (3, 9), (70, 576), (33, 64)):
+        x, upstream = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype, seed=3)
+        weight = random(width, dtype=dtype, seed=4)
+        for residual in (None, random(rows, width, dtype=dtype, seed=5)):
+            found, wanted = (one.rms_norm(x, weight, 1e-5, upstream, residual) for one in (native, plain))
+            with one_thread(kernels, threads):
+                assert all(map(torch.equal, found, native.rms_norm(x, weight, 1e-5, upstream, residual)))
+            torch.testing.assert_close(found[0], wanted[0], **tolerance)
+            torch.testing.assert_close(found[1], wanted[1], rtol=tolerance["rtol"], atol=0.05)
+        gate_up = random(rows, 2 * width, dtype=dtype) * 4
+        torch.testing.assert_close(native.silu_mul(gate_up, upstream), plain.silu_mul(gate_up, upstream), **tolerance)
+        if rows:
+            logits, targets = random(rows, width, dtype=torch.float32) * 3, torch.arange(rows) % width
+            logprobs, softmax = kernels.row_softmax(logits, targets, dtype)
+            assert torch.equal(logprobs, kernels.row_logprobs(logits, targets))
+            torch.testing.assert_close(softmax, torch.softmax(logits, -1).to(dtype), **tolerance)
+            factors = random(rows, dtype=torch.float32)
+            one, other = (each.logprobs(softmax, targets, factors) for each in (native, plain))
+            torch.testing.assert_close(one, other, **tolerance)
 
 
 @DTYPES

@@ -309,7 +309,7 @@ def test_gradient_does_not_depend_on_the_cut(family: str, is_split: bool) -> Non
         policy.zero_gradient()
         for group, weights in pieces(GROUPS, is_split)[::order]:
             (policy.logprobs([group]) * weights).sum().backward()
-        assert distance(policy.gradient, whole) <= 1e-6
+        assert distance(policy.gradient, whole) <= 3e-6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
