@@ -41,7 +41,7 @@ def native_packed_backward(
     assert native is not None
     q, k, v, out = (_dense(tensor) for tensor in saved)
     grad = _dense(grad_THD.to(q.dtype))
-    found = tuple(torch.zeros(tensor.shape, dtype=q.dtype) for tensor in (q, k, v))
+    found = torch.zeros(q.shape, dtype=q.dtype), *(torch.empty(tensor.shape, dtype=q.dtype) for tensor in (k, v))
     call = _Call(
         starts=descriptor.seq_starts.data_ptr(), num_sequences=descriptor.seq_starts.shape[0] - 1,
         num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2], window=layer.window or 0,

@@ -140,7 +140,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, q: Any, k: Any, cos: Any, sin: Any) -> Pair:
         ctx.save_for_backward(cos, sin)
-        turned_q, turned_k = q.contiguous().clone(), k.contiguous().clone()
+        turned_q, turned_k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
         kernels.rope_(turned_q, turned_k, cos, sin)
         return turned_q, turned_k
 

@@ -2,7 +2,8 @@
 
 `engine` compares with peers (transformers, OpenVINO, llama.cpp, vLLM), `walls` says what the processes around the
 engine cost, `updates` what a stream of new versions costs the requests in flight, `train` compares with TRL and a plain
-loop, `report` writes the tables of docs/performance.md from docs/measurements.
+loop, `exactness` compares log-probs over random schedules, `report` writes the tables of docs/performance.md from
+docs/measurements.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from . import report
 from .comparison import Setting, record
 from .contenders import unison_entry
 from .environments import RECIPES
+from .exactness import measure_exactness
 from .limits import measure_limits
 from .machine import describe
 from .training import measure_training
@@ -55,6 +57,8 @@ def _beside(options: argparse.Namespace) -> dict[str, Any]:
     """What surrounds the engine: rows of figures, with the machine that they were taken on."""
     if options.what == "walls":
         rows = measure_walls(options.model, options.dtype, options.repeats, options.new_tokens)
+    elif options.what == "exactness":
+        rows = measure_exactness(options.model, options.dtype, options.schedules)
     elif options.what == "train":
         rows = measure_training(
             options.model, options.dtype, options.task, options.steps, options.threads, options.seeds
@@ -78,7 +82,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "bench", description="Speed beside peers, as ratios taken in one run; cost of the processes; training."
     )
-    parser.add_argument("what", nargs="?", default="engine", choices=("engine", "walls", "updates", "train", "report"))
+    kinds = ("engine", "walls", "updates", "train", "exactness", "report")
+    parser.add_argument("what", nargs="?", default="engine", choices=kinds)
     parser.add_argument("--model", type=Path, help="Hugging Face directory (bin/fetch-model makes one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -95,6 +100,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--task", default="sort-words", help="train: built-in task")
     parser.add_argument("--steps", type=int, default=6, help="train: steps of 64 samples per trainer")
     parser.add_argument("--seeds", type=int, default=3, help="train: runs per trainer, each with another seed")
+    parser.add_argument("--schedules", type=int, default=200, help="exactness: how many are drawn")
     parser.add_argument("--json", help="also write all measurements to this file")
     parser.add_argument("--check", action="store_true", help="report: only say whether the page is up to date")
     options = parser.parse_args()

@@ -27,7 +27,7 @@ struct AttentionGradient {
     const void* v;
     const void* out;
     const void* grad;
-    void* grad_q;  // of the shapes of q, k and v, contiguous, zeros
+    void* grad_q;  // of the shapes of q, k and v, contiguous; the first one zeros
     void* grad_k;
     void* grad_v;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, grad_token, grad_head;
