@@ -189,7 +189,7 @@ def _compile(toolchain: Toolchain, target: Path) -> None:
             for name, job in jobs:
                 _finish(job, name)
         linked = folder / target.name
-        with _start([toolchain.compiler, "-shared", "-pthread", *objects, "-o", str(linked)]) as link:
+        with _start([*command, "-shared", *objects, "-o", str(linked)]) as link:
             _finish(link, "the objects it made")
         os.replace(linked, target)  # readers see no file or the whole file
 

@@ -1,40 +1,92 @@
-"""What the native kernels touch: not a byte past the end of an operand, and nothing that fails a check."""
+"""What the native kernels touch: not a byte beside an operand, in any variant, and nothing that fails a check."""
 
-import ctypes
-import mmap
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from harness.source_tree import ROOT
 from unison.engine.kernels import NativeKernels
-from unison.engine.kernels.adamw import AdamWRates, AdamWRun, adamw_, sum_of_squares
-from unison.engine.kernels.build import library
+from unison.engine.kernels.build import build, library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
 
-PAGE = mmap.PAGESIZE
-PROT_NONE = 0
+# Without optimization, which would make compiling them take minutes.
+SANITIZED = ("-O0", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+NO_DOT, PORTABLE = ("-DUNISON_NO_DOT",), ("-DUNISON_SCALAR", "-O1")
 
 
-class GuardedMemory:
-    """A mapping whose last page can't be touched; tensors are placed so that they end where it begins."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.size = (num_bytes + PAGE - 1) // PAGE * PAGE
-        self.map = mmap.mmap(-1, self.size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        libc = ctypes.CDLL(None, use_errno=True)
-        end = ctypes.c_void_p(self.base + self.size)
-        assert libc.mprotect(end, ctypes.c_size_t(PAGE), PROT_NONE) == 0
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        count = tensor.numel()
-        offset = self.size - count * tensor.element_size()
-        placed = torch.frombuffer(self.map, dtype=tensor.dtype, count=count, offset=offset).view(tensor.shape)
-        return placed.copy_(tensor)
+def tour(path: Path, kind: str, threads: int, *stops: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "harness.kernel_tour", str(path), kind, str(threads), *stops],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
-def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    return GuardedMemory(tensor.numel() * tensor.element_size()).place(tensor)
+def account(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert run.returncode == 0, f"exit {run.returncode}\n{run.stderr[-6000:]}"
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The tour of the library in use."""
+    return account(tour(build(), "heap", 2))
+
+
+@pytest.fixture(scope="module")
+def sanitizers() -> dict[str, str]:
+    """The environment in which a sanitized library can be loaded."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+    paths = []
+    for name in ("libasan.so", "libubsan.so"):
+        answer = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        paths.append(answer.stdout.strip())
+    if not all(Path(path).is_absolute() for path in paths):
+        pytest.skip(f"{compiler} comes without the sanitizers' libraries")
+    return {
+        "LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), NO_DOT, ("-DUNISON_SCALAR",)], ids=["native", "without dot", "portable"])
+def test_sanitizers_find_nothing(flags: tuple[str, ...], sanitizers: dict[str, str], plain: dict[str, Any]) -> None:
+    """Addresses and undefined behaviour over every kernel; R3: the bits are those of the library in use."""
+    path = build([*SANITIZED, *flags])
+    assert account(tour(path, "heap", 3, **sanitizers))["digests"] == plain["digests"]
+    control = tour(path, "heap", 3, "too_far", **sanitizers)
+    assert control.returncode != 0 and "heap-buffer-overflow" in control.stderr
+
+
+@pytest.mark.parametrize("kind", ["end", "start"])
+@pytest.mark.parametrize("flags", [
+    pytest.param((), id="native"), pytest.param(NO_DOT, id="without dot", marks=pytest.mark.slow),
+    pytest.param(PORTABLE, id="portable", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_no_kernel_touches_a_byte_beside_an_operand(flags: tuple[str, ...], kind: str, plain: dict[str, Any]) -> None:
+    """The optimized code, with each operand between pages that can't be touched; R3: with equal bits."""
+    path = build(flags)
+    assert account(tour(path, kind, 1 if kind == "start" else 3))["digests"] == plain["digests"]
+    assert tour(path, kind, 1, "too_far").returncode < 0
+
+
+def test_the_tour_misses_no_function(plain: dict[str, Any]) -> None:
+    """A kernel that is exported and not on the tour would be checked by nobody."""
+    symbols = subprocess.run(["nm", "-D", "--defined-only", str(build())], capture_output=True, text=True, check=True)
+    exported = {line.split()[-1] for line in symbols.stdout.splitlines() if "unison_" in line}
+    assert {name for name in exported if not name.endswith("_words")} == set(plain["called"])
 
 
 @pytest.fixture(scope="module")
@@ -42,60 +94,8 @@ def kernels() -> NativeKernels:
     return NativeKernels()
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-
-
-@DTYPES
-@pytest.mark.parametrize("k", [1, 7, 8, 15, 16, 17, 33, 1601])
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 13])
-def test_linear_never_reads_or_writes_past_an_end(kernels: NativeKernels, dtype: torch.dtype, m: int, k: int) -> None:
-    """A byte too far is a segmentation fault, which no test survives."""
-    for n in (1, 4, 7, 9, 21):
-        x, w, bias = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
-        out = guarded(torch.zeros(m, n, dtype=dtype))
-        kernels.linear(guarded(x), guarded(w), guarded(bias), out)
-        assert torch.equal(out, kernels.linear(x, w, bias))
-        wide = guarded(torch.zeros(m, n))
-        assert torch.equal(kernels.logits(guarded(x), guarded(w), wide), kernels.logits(x, w))
-        if n % 2 == 0:
-            half = guarded(torch.zeros(m, n // 2, dtype=dtype))
-            kernels.linear_silu_mul(guarded(x), guarded(w), guarded(bias), half)
-            assert torch.equal(half, kernels.linear_silu_mul(x, w, bias))
-
-
-@DTYPES
-@pytest.mark.parametrize("width", [2, 6, 16, 18, 30, 66])
-def test_row_operations_never_touch_past_an_end(kernels: NativeKernels, dtype: torch.dtype, width: int) -> None:
-    x, weight = torch.randn(3, width).to(dtype), torch.randn(width).to(dtype)
-    residual = guarded(x.clone())
-    out = guarded(torch.zeros_like(x))
-    kernels.add_rms_norm(residual, guarded(x), guarded(weight), 1e-5, out)
-    assert torch.equal(out, kernels.rms_norm(x + x, weight, 1e-5))
-    half = guarded(torch.zeros(3, width // 2, dtype=dtype))
-    assert torch.equal(kernels.silu_mul(guarded(x), half), kernels.silu_mul(x))
-    cos, sin = guarded(torch.randn(3, width // 2)), guarded(torch.randn(3, width // 2))
-    q, k = guarded(x.clone().view(3, 1, width)), guarded(x.clone().view(3, 1, width))
-    kernels.rope_(q, k, cos, sin)
-    assert torch.equal(q, k)
-    logits = guarded(torch.randn(3, width))
-    targets = guarded(torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(kernels.row_logprobs(logits, targets), kernels.row_logprobs(logits.clone(), targets.clone()))
-
-
-@DTYPES
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 31, 1029])
-def test_updates_never_touch_past_an_end(dtype: torch.dtype, count: int) -> None:
-    state = [torch.randn(count), torch.randn(count), torch.randn(count), torch.rand(count)]
-    rates, out = AdamWRates(0.01, 0.9, 0.99, 1e-8, 1), torch.zeros(count, dtype=dtype)
-    at_ends, plain = [guarded(each) for each in (*state, out)], [each.clone() for each in (*state, out)]
-    adamw_([AdamWRun(*at_ends)], rates)
-    adamw_([AdamWRun(*plain)], rates)
-    assert all(torch.equal(one, other) for one, other in zip(at_ends, plain, strict=True))
-    assert sum_of_squares(at_ends[0]) == sum_of_squares(plain[0])
-
-
-def test_a_target_outside_the_vocabulary_gives_nan_and_reads_nothing(kernels: NativeKernels) -> None:
-    got = kernels.row_logprobs(guarded(torch.zeros(3, 5)), torch.tensor([5, -1, 4]))
+def test_a_target_outside_the_vocabulary_gives_nan(kernels: NativeKernels) -> None:
+    got = kernels.row_logprobs(torch.zeros(3, 5), torch.tensor([5, -1, 4]))
     assert got[0].isnan() and got[1].isnan() and got[2].isfinite()
 
 
