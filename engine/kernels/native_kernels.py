@@ -30,6 +30,9 @@ _ROPE = (_POINTER, _COUNT, _COUNT, _COUNT) * 2 + (_POINTER, _COUNT) * 2 + (_COUN
 _SILU = (_POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _COUNT)
 _BF16, _F32 = torch.bfloat16, torch.float32
 
+_TILES = ("not on this CPU", "used", "the system refuses the tile registers", "unused: a test product came out wrong")
+"""What `unison_tiles_state` returns."""
+
 Function = Callable[..., Any]
 
 
@@ -88,6 +91,11 @@ class NativeKernels(Kernels):
         return self._torch is None
 
     @property
+    def has_tiles(self) -> bool:
+        """Whether bf16 linear layers run on AMX tiles; a test product has come out right then."""
+        return int(self._lib.unison_tiles_state()) == 1
+
+    @property
     def gradients(self) -> RowGradients:
         return self._gradients
 
@@ -112,6 +120,7 @@ class NativeKernels(Kernels):
             "variant": self._lib.unison_variant().decode(),
             "threads": self.num_threads,
             "bf16_linear": "native" if self._torch is None else "torch row blocks",
+            "amx": _TILES[int(self._lib.unison_tiles_state())],
         }
         if self._torch is not None:
             plain["torch_linear"] = self._torch.describe()

@@ -36,8 +36,11 @@ def select_kernels(device: torch.device | str, choice: str = "auto", exact: bool
         raise ValueError(f"native kernels work on the CPU, not on {device}; choose 'auto' or 'torch'")
     if choice == "torch" or not is_cpu or (choice == "auto" and library() is None):
         return TorchKernels(exact)
-    # AMX blocks are kept only where the probe finds rows invariant; asked for by name, native means native.
-    return NativeKernels(linear="onednn" if choice == "auto" and has_amx_linear() else "native")
+    native = NativeKernels()
+    if choice == "auto" and has_amx_linear() and not native.has_tiles:
+        # Torch's AMX blocks are kept only where the probe finds rows invariant; asked for by name, native means native.
+        return NativeKernels(linear="onednn")
+    return native
 
 
 def why_not_native(device: torch.device | str) -> str | None:

@@ -296,18 +296,21 @@ template <class T> void run_linear(const LinearCall& whole) {
 }
 
 void run_bf16(const LinearCall& call) {
-    if (has_dot()) run_dot(call);
+    if (tiles_state() == kTilesWork) run_tiles(call);
+    else if (has_dot()) run_dot(call);
     else run_linear<bf16>(call);
 }
 
 // y = silu_mul of x w^T + bias: N is twice the width of y; gate and up are rounded to T between, as without fusion.
 template <class T> void run_silu_mul(const LinearCall& call) {
     if (call.M <= 0 || call.N <= 0) return;
-    if (sizeof(T) == 2 && has_dot()) return run_dot_silu_mul(call);
+    const bool has_tiles = sizeof(T) == 2 && tiles_state() == kTilesWork;
+    if (sizeof(T) == 2 && has_dot() && !has_tiles) return run_dot_silu_mul(call);
     T* gate_up = static_cast<T*>(scratch(3, static_cast<size_t>(call.M * call.N) * sizeof(T)));
     LinearCall both(call);
     both.y = gate_up, both.y_stride = call.N;
-    run_linear<T>(both);
+    if (has_tiles) run_tiles(both);
+    else run_linear<T>(both);
     parallel_for(call.M, [&](int64_t m, int) {
         const T* gate = gate_up + m * call.N;
         silu_mul_span(gate, gate + call.N / 2, static_cast<T*>(call.y) + m * call.y_stride, call.N / 2);

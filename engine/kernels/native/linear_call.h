@@ -70,6 +70,11 @@ constexpr bool has_dot() {
 void run_dot(const LinearCall& job);
 void run_dot_silu_mul(const LinearCall& job);
 
+// The same by tile registers (linear_tiles.cpp), where they work; the answer is found at the first call.
+enum TilesState : int { kTilesAbsent = 0, kTilesWork = 1, kTilesRefused = 2, kTilesWrong = 3 };
+int tiles_state();
+void run_tiles(const LinearCall& job);
+
 // Weight rows per item: about ten microseconds of work, and several items per thread.
 inline int64_t rows_per_item(int64_t M, int64_t N, int64_t K, int threads) {
     const double row_ns = static_cast<double>(K) * std::max(0.25, 0.02 * static_cast<double>(M));

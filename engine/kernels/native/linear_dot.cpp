@@ -11,6 +11,7 @@
 #include "pool.h"
 #include "silu.h"
 #include "simd.h"
+#include "wide.h"
 
 namespace unison {
 #if defined(UNISON_DOT)
@@ -51,12 +52,6 @@ UNISON_INLINE __m512 add_within_parts(const __m512 (&a)[4]) {
         pairs[i] = _mm512_add_ps(low, high);
     }
     return _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
-}
-
-// Sixteen floats rounded to nearest even; NaN is 0x7FC0. None is subnormal: those were taken for zero.
-UNISON_INLINE __m256i narrow16(__m512 a) {
-    const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a));
-    return _mm256_mask_blend_epi16(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), rounded, _mm256_set1_epi16(0x7fc0));
 }
 
 // Finishes the outputs of rows [m, m + MR) and four weight rows from n on.

@@ -181,7 +181,10 @@ UNISON_EXPORT void unison_row_logprobs(const float* x, int64_t stride, const int
 }
 
 // What this library computes with: the instruction set of simd.h, and that of the bf16 linear layers where it is another.
-UNISON_EXPORT const char* unison_variant() { return unison::has_dot() ? "avx2, avx512_bf16" : unison::kVariant; }
+UNISON_EXPORT const char* unison_variant() {
+    if (unison::tiles_state() == unison::kTilesWork) return "avx2, amx_bf16";
+    return unison::has_dot() ? "avx2, avx512_bf16" : unison::kVariant;
+}
 
 UNISON_EXPORT void unison_exp(const float* x, float* out, int64_t count) {
     using namespace unison;
