@@ -44,7 +44,7 @@ def by_the_book(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_every_output_is_the_instructions(tiles: NativeKernels, m: int, n: int, k: int) -> None:
-    """R3: the order of reduction is the instruction's for any shape; padding adds zeros. A row depends on itself alone."""
+    """R3: the order of reduction is the instruction's; padding adds zeros. A row depends on itself alone."""
     x, w, bias = random(m, k), random(n, k, seed=1), random(n, seed=2)
     expected = by_the_book(x, w)
     assert tiles.describe()["variant"] == "avx2, amx_bf16" and tiles.describe()["amx"] == "used"
