@@ -56,7 +56,7 @@ def measure_exactness(model: Path, dtype: str, schedules: int) -> dict[str, dict
         hits += stats.num_cached_tokens
     return {
         "schedules": {"number": float(schedules), "that don't claim exactness": float(inexact)},
-        "tokens compared": {"number": float(tokens), "largest |difference| of a log-prob": worst},
+        "tokens compared": {"number": float(tokens), "largest difference of a log-prob": worst},
         "on the way": {"preemptions": float(preempted), "prompt tokens from the prefix cache": float(hits)},
     }
 
