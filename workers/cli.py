@@ -105,6 +105,17 @@ def status(run_dir: Path, once: bool, interval_s: float) -> None:
     show(run_dir, once or not sys.stdout.isatty(), interval_s)
 
 
+@serve.command()
+@click.option("--model", type=click.Path(path_type=Path), help="Also try this Hugging Face directory.")
+@click.option("--json", "as_json", is_flag=True, help="JSON for scripts.")
+@click.option("--deadline-s", default=10.0, help="Longest self-test.")
+def doctor(model: Path | None, as_json: bool, deadline_s: float) -> None:
+    """What this machine has of what Unison needs, and a short self-test. Exit code 1 where a check has failed."""
+    from .doctor import show
+
+    sys.exit(show(model, as_json, deadline_s))
+
+
 def run_command(command: click.Command, name: str) -> None:
     """Run a command line to its end: exit code 78 for a configuration that can't be, 70 for a fault."""
     try:
