@@ -48,6 +48,10 @@ class ForwardParts:
     decoder: Decoder
     """The model definition."""
 
+    def describe(self) -> dict[str, object]:
+        """What computes, and the settings that its bits depend on, as plain values."""
+        return {"kernels": self.kernels.describe(), "attention": self.attention.describe()}
+
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:

@@ -29,7 +29,7 @@ from ..engine.config import available_cores
 from ..engine.kernels.build import BuildError, Toolchain, cpu_features
 from ..ipc.errors import UnisonError
 from ..ipc.memory import available_bytes
-from .bench.machine import FEATURES, describe
+from .machine import FEATURES, describe
 from .trial import run_trials
 
 EXIT_FAILED = 1

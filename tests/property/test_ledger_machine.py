@@ -8,18 +8,26 @@ from pathlib import Path
 
 import pytest
 from harness.examples import num_examples
-from harness.rollouts import result
+from harness.rollouts import completion, result
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from unison.ipc.errors import InvariantError
 from unison.ipc.types import PolicyVersion
-from unison.workers.rollout.records import HELD_OUT, RolloutOrder
+from unison.workers.rollout.records import HELD_OUT, RolloutOrder, RolloutResult
+from unison.workers.trainer.audit import audit
 from unison.workers.trainer.ledger import HELD_OUT_IDS, Ledger, OrderEnd, StepRecord
+from unison.workers.trainer.stored import StoredRun
+
+
+def group(order_id: int, version: PolicyVersion) -> RolloutResult:
+    """The answer to an order of this machine."""
+    made = [completion(at, version=version.ordinal, seed=order_id) for at in range(2)]
+    return result(order_id, [0.0, 1.0], made)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """States by order id, and the step at which each ended."""
+    """V6: states by order id, and the step at which each ended; the ledger that comes of it passes every audit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +36,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.states: dict[int, tuple[str, int]] = {}
         self.held_out: dict[int, int] = {}
         self.step = 0
-        self.ordinal = 0
+        self.live = PolicyVersion(0, "d0")
+        self.digests = {0: "d0"}
+        self.ledger.add_version(self.live, 0)
 
     @property
     def open(self) -> list[int]:
@@ -57,10 +67,11 @@ class LedgerMachine(RuleBasedStateMachine):
         """A step, and an evaluation right after it."""
         chosen = data.draw(st.lists(st.sampled_from(self.open), min_size=1, unique=True))
         self.step += 1
-        self.ordinal += 1
-        version = PolicyVersion(self.ordinal, f"d{self.ordinal}")
-        ends = {at: OrderEnd("trained", result=result(at, [0.0, 1.0])) for at in chosen}
-        self.ledger.commit_step(StepRecord(self.step, version, version, 2 * len(chosen), {}), ends)
+        base = self.live
+        self.live = PolicyVersion(self.ledger.highest_ordinal + 1, f"d{self.ledger.highest_ordinal + 1}")
+        self.digests[self.step] = self.live.digest
+        ends = {at: OrderEnd("trained", result=group(at, base), advantages=(-1.0, 1.0)) for at in chosen}
+        self.ledger.commit_step(StepRecord(self.step, base, self.live, 2 * len(chosen), {}), ends)
         self.states |= dict.fromkeys(chosen, ("trained", self.step))
         if num_evaluated:
             self.evaluate_some(num_evaluated)
@@ -72,7 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ended = sorted(self.states.keys() - set(self.open))
         again = data.draw(st.sampled_from(ended)) if ended else len(self.states)
         ends = {at: OrderEnd("trained", result=result(at, [0.0, 1.0])) for at in (self.open[0], again)}
-        version = PolicyVersion(self.ordinal + 1, "never")
+        version = PolicyVersion(self.live.ordinal + 1, "never")
         with pytest.raises(InvariantError, match=f"order {again} "):
             if is_step:
                 self.ledger.commit_step(StepRecord(self.step + 1, version, version, 4, {}), ends)
@@ -89,15 +100,21 @@ class LedgerMachine(RuleBasedStateMachine):
         ids = range(first, first + count)
         assert first == max(self.held_out, default=HELD_OUT_IDS - 1) + 1
         self.ledger.issue([RolloutOrder(at, "me", HELD_OUT, 0, "h", 2, at, None) for at in ids])
-        ends = {at: OrderEnd("evaluated", result=result(at, [0.0, 1.0])) for at in ids}
-        self.ledger.commit_evaluation(self.step, PolicyVersion(self.ordinal, "d"), 0.5, ends)
+        ends = {at: OrderEnd("evaluated", result=group(at, self.live)) for at in ids}
+        self.ledger.commit_evaluation(self.step, self.live, 0.5, ends)
         self.held_out |= dict.fromkeys(ids, self.step)
 
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
+        """A run that goes on from a checkpoint: its weights are published again, or were live still."""
         target = data.draw(st.integers(0, self.step))
+        is_live = target == self.step and data.draw(st.booleans())
         assert self.ledger.rewind(target) == self.step - target
         self.step = target
+        if not is_live:
+            num_lost = data.draw(st.integers(0, 2))  # ordinals of versions that nobody wrote down before a kill
+            self.live = PolicyVersion(self.ledger.highest_ordinal + 1 + num_lost, self.digests[target])
+        self.ledger.add_version(self.live, target)
         for at, (_, step) in self.states.items():
             if step > target:
                 self.states[at] = ("issued", 0)
@@ -117,10 +134,14 @@ class LedgerMachine(RuleBasedStateMachine):
             counts["evaluated"] = len(self.held_out)
         assert self.ledger.count_by_state() == counts
         assert [row[0] for row in self.ledger.issued()] == self.open
-        assert self.ledger.check() == [] and self.ledger.highest_ordinal == (self.ordinal or -1)
+        assert self.ledger.check() == [] and self.ledger.highest_ordinal == self.live.ordinal
 
     def teardown(self) -> None:
         self.ledger.close()
+        with StoredRun(self.folder) as run:
+            report = audit(run, max_staleness=0)
+        assert report.is_sound, report.findings
+        assert not self.open or report.state.startswith("stopped")
         shutil.rmtree(self.folder)
 
 

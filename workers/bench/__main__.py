@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import available_cores
+from ..machine import describe
 from . import report
 from .comparison import Setting, record
 from .contenders import unison_entry
 from .environments import RECIPES
 from .exactness import measure_exactness
 from .limits import measure_limits
-from .machine import describe
 from .training import measure_training
 from .updates import measure_updates
 from .walls import measure_walls

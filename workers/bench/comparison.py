@@ -15,9 +15,9 @@ import torch
 
 from ...engine.models.layout import WeightLayout
 from ...engine.models.spec import ModelSpec
+from ..machine import describe
 from .contenders import Contender, Entry, Measurement, peer_entry
 from .environments import PeerUnavailableError
-from .machine import describe
 from .workloads import Workload, with_first_token
 
 Table = dict[str, dict[str, list[Measurement]]]

@@ -182,7 +182,7 @@ class RolloutRunner:
             self._cursor += 1
             index = self._index_at(order_id)
             prompt_id, num_samples = self._task.train[index].prompt_id, self._limits.group_size
-            seed = seed_of(self._seed, TRAIN, order_id)
+            seed = order_seed(self._seed, TRAIN, order_id, index)
         return RolloutOrder(
             order_id, self._incarnation, TRAIN, index, prompt_id, num_samples, seed, pin_version
         )
@@ -218,7 +218,7 @@ class RolloutRunner:
             self._next_held_out += 1
             orders.append(RolloutOrder(
                 order_id, self._incarnation, HELD_OUT, index, prompt.prompt_id, num_samples,
-                seed_of(self._seed, HELD_OUT, index), ordinal,
+                order_seed(self._seed, HELD_OUT, order_id, index), ordinal,
             ))  # fmt: skip
         self._ledger.issue(orders)
         for order in orders:
@@ -313,6 +313,11 @@ class RolloutRunner:
 def seed_of(seed: int, split: str, number: int) -> int:
     """Key of the draws of one order: in [0, 2^63), from the run's seed and the order's number alone (R3)."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{split}/{number}".encode()) >> 1
+
+
+def order_seed(seed: int, split: str, order_id: int, prompt_index: int) -> int:
+    """The seed of an order: a training order's own, and for a held-out prompt the same in every evaluation."""
+    return seed_of(seed, split, order_id if split == TRAIN else prompt_index)
 
 
 def ends_of(

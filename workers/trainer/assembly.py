@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,13 @@ from ...ipc.client import Client
 from ...ipc.client_config import ClientConfig
 from ...ipc.errors import CheckpointError
 from ...ipc.ring import Ring, RingReader, RingWriter
+from ..cli import without_secrets
+from ..machine import describe
 from ..rollout.runner import RolloutRunner, RunnerLimits, WorkerLink
 from ..rollout.tasks import load_task
 from .checkpoint import latest_checkpoint, read_optimizer, read_state
 from .config import TrainConfig
+from .kept import VersionKeeper
 from .ledger import LEDGER_FILE, Ledger
 from .loop import Report, TrainLoop, TrainParts
 from .metrics import MetricsWriter
@@ -61,6 +65,7 @@ def assemble_loop(
         optimizer = PolicyOptimizer(policy.gradient_layout, tensors, config.optimizer, config.steps)
         ledger = Ledger(run_dir / LEDGER_FILE)
         stack.callback(ledger.close)
+        ledger.use_settings(without_keys(config), machine(policy, client.status().is_exact))
         step = 0
         is_restarted = ledger.highest_ordinal >= 0
         checkpoint = latest_checkpoint(run_dir)
@@ -99,8 +104,21 @@ def assemble_loop(
         )  # fmt: skip
         metrics = MetricsWriter(run_dir, step, config.tensorboard)
         stack.callback(metrics.close)
-        parts = TrainParts(client, publisher, policy, optimizer, gradient, runner, ledger, metrics)
+        keeper = VersionKeeper(run_dir, config.checkpoint.keep_interval, policy.layout)
+        parts = TrainParts(client, publisher, policy, optimizer, gradient, runner, ledger, metrics, keeper)
         yield TrainLoop(parts, config, run_dir, base_model, report, step)
+
+
+def without_keys(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as it is recorded: the server's keys aren't anybody's business."""
+    values = config.to_dict()
+    return values | {"serve": without_secrets(values["serve"])}
+
+
+def machine(policy: TrainablePolicy, is_exact: bool) -> dict[str, Any]:
+    """What computes this run: whoever verifies it must know whether the same bits can be asked for."""
+    found = describe()
+    return {"is_exact": is_exact, **policy.describe(), "machine": found["machine"], "versions": found["versions"]}
 
 
 def trainer_engine_config(config: TrainConfig) -> EngineConfig:

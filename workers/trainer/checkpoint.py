@@ -95,13 +95,13 @@ def write_checkpoint(
         digests = {name: _digest(temporary / name) for name in _files(temporary)}
         (temporary / DIGESTS).write_text(json.dumps(digests, indent=2))
         for name in (*_files(temporary), "trainer", "."):
-            _sync(temporary / name)
+            sync(temporary / name)
         old = folder / f"{TEMPORARY}old"
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
         temporary.rename(final)
-        _sync(folder)
+        sync(folder)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -209,7 +209,8 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk when this returns (fsync(2))."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

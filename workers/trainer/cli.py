@@ -20,7 +20,7 @@ from ..config import put, read_settings
 from ..logs import setup_logging
 from ..process import EXIT_INTERRUPTED, Report
 from ..rollout.tasks import absolute_source
-from .config import TrainConfig
+from .config import CONFIG_FILE, TrainConfig
 
 OPTIONS = {
     "model": "serve.model", "task": "task.source", "steps": "steps", "seed": "seed", "run_dir": "serve.run_dir",
@@ -75,7 +75,7 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
     Raises:
         ConfigError: a setting is wrong, there is no model, or the run directory holds another run.
     """
-    from .supervisor import CONFIG_FILE, holds_a_run
+    from .supervisor import holds_a_run
 
     given = read_settings(options.pop("config_file"), options.pop("assignments"))
     is_resumed, serve_port = options.pop("resume"), options.pop("serve_port")
@@ -182,6 +182,17 @@ def samples(run_dir: Path, step: int | None, state: str | None, order: int | Non
     from .samples import show_samples
 
     show_samples(run_dir, step, state, order, limit)
+
+
+@train.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="JSON for scripts.")
+@click.option("--max-staleness", type=int, help="Bound to hold samples to, where the run's own isn't known.")
+def audit(run_dir: Path, as_json: bool, max_staleness: int | None) -> None:
+    """Prove from a run's ledger that everything adds up. Exit code 1 where something doesn't."""
+    from .audit_table import show_audit
+
+    sys.exit(show_audit(run_dir, as_json, max_staleness))
 
 
 @train.command()

@@ -6,6 +6,7 @@ Frozen after start. docs/configuration.md is compared with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,9 @@ RECIPES = {
 }
 
 
+CONFIG_FILE = "train.json"
+"""A run's resolved configuration, in its directory."""
+_KEEP = re.compile(r"none|all|every:[1-9][0-9]{0,8}")
 SAMPLE_TOKEN_BYTES = 40
 """Most bytes of one sampled token in a scored group: id, three log-probs, text."""
 
@@ -186,6 +190,20 @@ class CheckpointConfig(Checked):
     """Training steps between two checkpoints; 0: only at the end and at Ctrl-C."""
     keep: int = bounded(2, 1, 10_000)
     """Newest checkpoints that stay."""
+    keep_versions: str = bounded("none")
+    """Versions whose weights stay on disk for bin/verify: `none`, `all`, or `every:N` for those of every N-th step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if _KEEP.fullmatch(self.keep_versions) is None:
+            raise ConfigError("keep_versions", f"is {self.keep_versions!r}; must be none, all, or every:N")
+
+    @property
+    def keep_interval(self) -> int:
+        """Steps between two versions that are kept; 0: none is."""
+        if self.keep_versions in ("none", "all"):
+            return int(self.keep_versions == "all")
+        return int(self.keep_versions.removeprefix("every:"))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ...ipc.types import Completion, PolicyVersion, VersionSpan
 from ..rollout.records import HELD_OUT, RolloutOrder, RolloutResult
 
 LEDGER_FILE = "ledger.sqlite"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE versions (
@@ -39,15 +39,19 @@ CREATE TABLE versions (
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, base_version INTEGER NOT NULL, version INTEGER NOT NULL, num_samples INTEGER NOT NULL,
     metrics TEXT NOT NULL, done_at REAL NOT NULL);
+CREATE TABLE settings (
+    settings_id INTEGER PRIMARY KEY, since REAL NOT NULL, configuration TEXT NOT NULL, machine TEXT NOT NULL);
 CREATE TABLE orders (
     order_id INTEGER PRIMARY KEY, split TEXT NOT NULL, prompt_index INTEGER NOT NULL, prompt_id TEXT NOT NULL,
     num_samples INTEGER NOT NULL, seed INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT, detail TEXT,
-    step INTEGER, prompt_tokens BLOB, num_issues INTEGER NOT NULL, issued_at REAL NOT NULL, ended_at REAL);
+    step INTEGER, prompt_tokens BLOB, num_issues INTEGER NOT NULL, issued_at REAL NOT NULL, ended_at REAL,
+    settings_id INTEGER);
 CREATE TABLE samples (
     order_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     raw_logprobs BLOB NOT NULL, versions TEXT NOT NULL, kv_versions TEXT NOT NULL, seed INTEGER NOT NULL,
     finish_reason TEXT NOT NULL, matched_stop INTEGER, reward REAL NOT NULL, rewards TEXT NOT NULL,
-    advantage REAL, text TEXT NOT NULL, PRIMARY KEY (order_id, sample_index)) WITHOUT ROWID;
+    advantage REAL, text TEXT NOT NULL, kv_history TEXT NOT NULL DEFAULT '[]',
+    PRIMARY KEY (order_id, sample_index)) WITHOUT ROWID;
 CREATE TABLE evaluations (
     step INTEGER PRIMARY KEY, version INTEGER NOT NULL, num_prompts INTEGER NOT NULL, reward REAL NOT NULL,
     done_at REAL NOT NULL);
@@ -55,9 +59,36 @@ CREATE TABLE resumes (resumed_at REAL NOT NULL, step INTEGER NOT NULL, num_steps
 CREATE INDEX orders_by_state ON orders (state);
 CREATE INDEX orders_by_step ON orders (step);
 """
+UPGRADES = {1: """
+CREATE TABLE settings (
+    settings_id INTEGER PRIMARY KEY, since REAL NOT NULL, configuration TEXT NOT NULL, machine TEXT NOT NULL);
+ALTER TABLE orders ADD COLUMN settings_id INTEGER;
+ALTER TABLE samples ADD COLUMN kv_history TEXT NOT NULL DEFAULT '[]';
+"""}
+"""From an older format to the next one: nothing that is there changes."""
 FINAL_STATES = ("trained", "dropped", "rejected", "evaluated")
 HELD_OUT_IDS = 1 << 40
 """Orders of held-out prompts have ids from here on, so that they don't shift those of training prompts."""
+_STATES = ", ".join(f"'{state}'" for state in ("issued", *FINAL_STATES))
+STRUCTURE = (
+    ("ends", "orders in no known state", f"SELECT count(*) FROM orders WHERE state NOT IN ({_STATES})"),
+    ("ends", "orders that have ended without a time, or are open with one",
+     "SELECT count(*) FROM orders WHERE (state = 'issued') != (ended_at IS NULL)"),
+    ("consumed", "orders trained by no step",
+     "SELECT count(*) FROM orders WHERE state = 'trained' AND coalesce(step, -1) NOT IN (SELECT step FROM steps)"),
+    ("groups", "trained or evaluated orders with samples missing",
+     "SELECT count(*) FROM orders o WHERE state IN ('trained', 'evaluated') AND num_samples != "
+     "(SELECT count(*) FROM samples s WHERE s.order_id = o.order_id)"),
+    ("groups", "open orders with samples",
+     "SELECT count(*) FROM orders WHERE state = 'issued' AND order_id IN (SELECT order_id FROM samples)"),
+    ("groups", "samples of no order",
+     "SELECT count(*) FROM samples WHERE order_id NOT IN (SELECT order_id FROM orders)"),
+    ("steps", "steps whose number isn't their rank",
+     "SELECT count(*) FROM (SELECT step, row_number() OVER (ORDER BY step) AS place FROM steps) WHERE step != place"),
+    ("prompts", "training prompts skipped by the cursor",
+     f"SELECT coalesce(max(order_id) + 1, 0) - count(*) FROM orders WHERE order_id < {HELD_OUT_IDS}"),
+)  # fmt: skip
+"""(rule of the audit, what was found, query that counts it); none is ever above 0 in what `Ledger` writes."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +129,13 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
 
 
+def check_structure(db: sqlite3.Connection) -> list[tuple[str, int, str]]:
+    """What doesn't add up among orders, steps and samples: (rule of the audit, how often, what). Of a run that is on,
+    too."""
+    found = [(rule, int(db.execute(query).fetchone()[0]), what) for rule, what, query in STRUCTURE]
+    return [(rule, count, what) for rule, count, what in found if count]
+
+
 class Ledger:
     """One run's ledger. Life: opened (made on first use) → `close`. One thread of one process writes."""
 
@@ -109,29 +147,49 @@ class Ledger:
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+        self._settings_id: int | None = None
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             with self._transaction():
-                for statement in filter(None, map(str.strip, SCHEMA.split(";"))):
-                    self._db.execute(statement)
+                self._run(SCHEMA)
                 self._db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
         found = self._one("SELECT value FROM meta WHERE key = 'schema_version'")
-        if found != str(SCHEMA_VERSION):
+        if found in map(str, UPGRADES):
+            with self._transaction():
+                for older in range(int(found), SCHEMA_VERSION):
+                    self._run(UPGRADES[older])
+                self._db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(SCHEMA_VERSION),))
+        elif found != str(SCHEMA_VERSION):
             self._db.close()
             raise InvariantError(f"{path} has schema {found}; this version of unison writes {SCHEMA_VERSION}")
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
+    def use_settings(self, configuration: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+        """From here on orders are drawn and trained under this configuration, by a machine like this one; what was
+        recorded last isn't recorded twice."""
+        values = tuple(json.dumps(dict(each), sort_keys=True) for each in (configuration, machine))
+        last = self._db.execute(
+            "SELECT settings_id, configuration, machine FROM settings ORDER BY settings_id DESC LIMIT 1"
+        ).fetchone()
+        if last is None or last[1:] != values:
+            with self._transaction():
+                self._db.execute(
+                    "INSERT INTO settings (since, configuration, machine) VALUES (?, ?, ?)", (time(), *values)
+                )
+        self._settings_id = int(self._one("SELECT max(settings_id) FROM settings"))
+
     def issue(self, orders: Sequence[RolloutOrder]) -> None:
         """Record orders before they are sent; one that is sent again counts up `num_issues`."""
         rows = [
-            (each.order_id, each.split, each.prompt_index, each.prompt_id, each.num_samples, each.seed, time())
+            (each.order_id, each.split, each.prompt_index, each.prompt_id, each.num_samples, each.seed, time(),
+             self._settings_id)
             for each in orders
-        ]
+        ]  # fmt: skip
         with self._transaction():
             self._db.executemany(
                 "INSERT INTO orders (order_id, split, prompt_index, prompt_id, num_samples, seed, state, num_issues, "
-                "issued_at) VALUES (?, ?, ?, ?, ?, ?, 'issued', 1, ?) "
-                "ON CONFLICT (order_id) DO UPDATE SET num_issues = num_issues + 1",
+                "issued_at, settings_id) VALUES (?, ?, ?, ?, ?, ?, 'issued', 1, ?, ?) "
+                "ON CONFLICT (order_id) DO UPDATE SET num_issues = num_issues + 1, settings_id = excluded.settings_id",
                 rows,
             )
 
@@ -226,29 +284,7 @@ class Ledger:
 
     def check(self) -> list[str]:
         """What doesn't add up, one line each; empty in a sound ledger. `issued` is an end only while a run is on."""
-        problems = []
-        known = ", ".join(f"'{state}'" for state in ("issued", *FINAL_STATES))
-        for what, query in (
-            ("orders in no known state", f"SELECT count(*) FROM orders WHERE state NOT IN ({known})"),
-            ("orders trained by no step",
-             "SELECT count(*) FROM orders WHERE state = 'trained' AND "
-             "coalesce(step, -1) NOT IN (SELECT step FROM steps)"),
-            ("trained or evaluated orders with samples missing",
-             "SELECT count(*) FROM orders o WHERE state IN ('trained', 'evaluated') AND num_samples != "
-             "(SELECT count(*) FROM samples s WHERE s.order_id = o.order_id)"),
-            ("open orders with samples",
-             "SELECT count(*) FROM orders WHERE state = 'issued' AND order_id IN (SELECT order_id FROM samples)"),
-            ("samples of no order", "SELECT count(*) FROM samples WHERE order_id NOT IN (SELECT order_id FROM orders)"),
-            ("steps whose number isn't their rank",
-             "SELECT count(*) FROM (SELECT step, row_number() OVER (ORDER BY step) AS place FROM steps) "
-             "WHERE step != place"),
-            ("training prompts skipped by the cursor",
-             f"SELECT coalesce(max(order_id) + 1, 0) - count(*) FROM orders WHERE order_id < {HELD_OUT_IDS}"),
-        ):  # fmt: skip
-            count = self._one(query)
-            if count:
-                problems.append(f"{count} {what}")
-        return problems
+        return [f"{count} {what}" for _, count, what in check_structure(self._db)]
 
     def close(self) -> None:
         """Bring everything into the one file and let go of it."""
@@ -256,6 +292,10 @@ class Ledger:
         self._db.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _run(self, statements: str) -> None:
+        for statement in filter(None, map(str.strip, statements.split(";"))):
+            self._db.execute(statement)
 
     def _transaction(self) -> _Transaction:
         return _Transaction(self._db)
@@ -286,7 +326,7 @@ class Ledger:
                 raise InvariantError(f"order {order_id} can't become {end.state}: it isn't issued; it would end twice")
             if end.result is not None:
                 rows = _sample_rows(end.result, end.advantages)
-                self._db.executemany(f"INSERT INTO samples VALUES ({', '.join('?' * 14)})", rows)
+                self._db.executemany(f"INSERT INTO samples VALUES ({', '.join('?' * 15)})", rows)
 
 
 class _Transaction:
@@ -311,11 +351,16 @@ def _sample_rows(result: RolloutResult, advantages: tuple[float, ...]) -> Iterab
             pack_floats(completion.raw_logprobs), _spans(completion.versions), _spans(completion.kv_versions),
             completion.seed, completion.finish_reason.value, completion.matched_stop, reward.total,
             json.dumps(reward.parts), advantages[at] if advantages else None, text,
+            json.dumps([[epoch.end, _span_lists(epoch.kv_versions)] for epoch in completion.kv_history]),
         )  # fmt: skip
 
 
 def _spans(spans: Sequence[VersionSpan]) -> str:
-    return json.dumps([[span.version, span.first, span.end] for span in spans])
+    return json.dumps(_span_lists(spans))
+
+
+def _span_lists(spans: Sequence[VersionSpan]) -> list[list[int]]:
+    return [[span.version, span.first, span.end] for span in spans]
 
 
 def pack_ints(values: Sequence[int]) -> bytes:

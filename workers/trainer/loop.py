@@ -18,6 +18,8 @@ from statistics import fmean
 from time import monotonic, time
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from ...ipc.arena.publisher import WeightPublisher
 from ...ipc.client import Client
 from ...ipc.errors import ERROR_CODES, RolloutFailedError, TrainingError, UnisonError
@@ -29,6 +31,7 @@ from .batching import TrainBatch, group_has_signal, kept_indices, lag_of, make_b
 from .canary import compare_with_engine
 from .checkpoint import TrainState, write_checkpoint
 from .config import TrainConfig
+from .kept import VersionKeeper
 from .ledger import Ledger, OrderEnd, StepRecord
 from .metrics import MetricsWriter, bias_report, rollout_metrics
 from .optimizer import PolicyOptimizer
@@ -63,6 +66,8 @@ class TrainParts:
     """The account."""
     metrics: MetricsWriter
     """metrics.jsonl."""
+    keeper: VersionKeeper
+    """Versions that stay on disk."""
 
 
 class TrainLoop:
@@ -79,7 +84,9 @@ class TrainLoop:
         self._report = report
         self.step = step
         """Training steps done."""
+        self._live_tensors: Mapping[str, Tensor] = {}
         self._base = self._read_live()
+        parts.keeper.begin(self._base, self._live_tensors, parts.ledger.knows(0, self._base.digest))
         self._dropped: list[RolloutResult] = []
         self._num_replaced = 0
         self._num_dry = 0
@@ -245,6 +252,7 @@ class TrainLoop:
         self._base = self._read_live()
         if self._base != live.version:
             raise self._foreign(f"version {live.version} was published and {self._base} is live")
+        parts.keeper.keep(self.step, live.version, self._live_tensors)
         self._report("step", {"step": self.step, "steps": self._config.steps, **metrics})
 
     def _canary(self, batch: TrainBatch, account: StepAccount) -> dict[str, float]:
@@ -299,8 +307,8 @@ class TrainLoop:
                 self._parts.runner.poll(0.25)
 
     def _read_live(self) -> PolicyVersion:
-        version, tensors = self._parts.publisher.read_live()
-        self._parts.policy.read(tensors)
+        version, self._live_tensors = self._parts.publisher.read_live()
+        self._parts.policy.read(self._live_tensors)
         return version
 
     # ---- between steps -----------------------------------------------------------------------------------------------

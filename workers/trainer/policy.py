@@ -63,6 +63,10 @@ class TrainablePolicy:
         """What does the arithmetic."""
         return self._parts.kernels
 
+    def describe(self) -> dict[str, object]:
+        """What computes, and the settings that its bits depend on, as plain values."""
+        return self._parts.describe() | {"dtype": str(self.layout.dtype).removeprefix("torch.")}
+
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights from now on, where they are; they must not change while they are used.
 

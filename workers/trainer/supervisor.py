@@ -25,11 +25,9 @@ from ..process import EXIT_INTERRUPTED, EXIT_OK, Child, Report
 from ..service import Service
 from ..supervisor import Supervisor
 from .checkpoint import latest_checkpoint, read_state
-from .config import TrainConfig
+from .config import CONFIG_FILE, TrainConfig
 from .ledger import LEDGER_FILE, open_to_read
 from .metrics import METRICS_FILE
-
-CONFIG_FILE = "train.json"
 
 
 class TrainSupervisor(Supervisor):

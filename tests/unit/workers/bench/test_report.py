@@ -12,7 +12,7 @@ import pytest
 from harness.source_tree import ROOT
 from unison.workers.bench import report
 from unison.workers.bench.limits import _rate, _read
-from unison.workers.bench.machine import describe
+from unison.workers.machine import describe
 
 ABOUT: dict[str, Any] = {
     "date": "2026-01-02",

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from ...engine.config import available_cores
-from ...engine.kernels.build import cpu_features
+from ..engine.config import available_cores
+from ..engine.kernels.build import cpu_features
 
 FEATURES = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve", "i8mm",
