@@ -35,18 +35,6 @@ class RolloutGenerator:
         self._renderer = renderer
         self._config = config
 
-    def params(self, order: RolloutOrder) -> SamplingParams:
-        """How an order's completions are drawn."""
-        rollout, evaluation = self._config.rollout, self._config.evaluation
-        if order.split == HELD_OUT:
-            return SamplingParams(
-                max_tokens=rollout.max_tokens, temperature=evaluation.temperature, seed=order.seed
-            )
-        return SamplingParams(
-            max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
-            seed=order.seed,
-        )  # fmt: skip
-
     async def generate(self, order: RolloutOrder, prompt: Prompt) -> RawRollout:
         """One group; sent again by itself if the worker dies, with the same draws (R3).
 
@@ -59,8 +47,8 @@ class RolloutGenerator:
             raise RolloutRejectedError("prompt_failed", str(error)) from error
         try:
             output = await self._client.generate(
-                prompt_ids, self.params(order), n=order.num_samples, pin_version=order.pin_version, resubmit=True,
-                on_update=OnUpdate(self._config.rollout.on_update),
+                prompt_ids, sampling_params(self._config, order.split, order.seed), n=order.num_samples,
+                pin_version=order.pin_version, resubmit=True, on_update=OnUpdate(self._config.rollout.on_update),
             )  # fmt: skip
         except InvalidRequestError as error:
             raise RolloutRejectedError("prompt_failed", str(error)) from error
@@ -72,6 +60,17 @@ class RolloutGenerator:
             order.order_id, order.incarnation, order.split, order.prompt_id, tuple(prompt_ids), output.completions,
             texts,
         )  # fmt: skip
+
+
+def sampling_params(config: TrainConfig, split: str, seed: int) -> SamplingParams:
+    """How an order's completions are drawn."""
+    rollout, evaluation = config.rollout, config.evaluation
+    if split == HELD_OUT:
+        return SamplingParams(max_tokens=rollout.max_tokens, temperature=evaluation.temperature, seed=seed)
+    return SamplingParams(
+        max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
+        seed=seed,
+    )  # fmt: skip
 
 
 def check_completions(completions: Sequence[Completion], order: RolloutOrder) -> None:

@@ -38,6 +38,9 @@ class Reward:
     """Factor in the total."""
     name: str = ""
     """For records and metrics; the function's own name when empty."""
+    is_deterministic: bool | None = None
+    """Whether equal arguments give equal values, for bin/verify, which calls it again: False has it left alone (a judge
+    that costs money), True holds it to that, None has it called twice to find out."""
 
     @property
     def label(self) -> str:

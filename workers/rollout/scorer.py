@@ -45,8 +45,10 @@ class Scorer:
         self._turn = asyncio.Lock()
         self._num_requests = 0
 
-    async def score(self, raw: RawRollout, prompt_index: int) -> tuple[RewardScore, ...]:
-        """Rewards of one group.
+    async def score(
+        self, raw: RawRollout, prompt_index: int, labels: Sequence[str] | None = None
+    ) -> tuple[RewardScore, ...]:
+        """Rewards of one group; `labels` names the functions to call, all of them by default.
 
         Raises:
             RewardError: the functions failed `attempts` times, or gave values that can't be.
@@ -54,6 +56,7 @@ class Scorer:
         request = {
             "split": raw.split, "index": prompt_index, "texts": raw.texts,
             "completion_ids": [completion.token_ids for completion in raw.completions],
+            "labels": None if labels is None else list(labels),
         }  # fmt: skip
         async with self._turn:
             for attempt in range(1, self._attempts + 1):
@@ -159,8 +162,10 @@ def main() -> int:
 
 def _answer(task: Task, request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
     prompt = task.split(request["split"])[request["index"]]
+    labels = request["labels"]
+    rewards = [each for each in task.rewards if labels is None or each.label in labels]
     try:
-        scores = runner.run(score_group(task.rewards, prompt, request["texts"], request["completion_ids"]))
+        scores = runner.run(score_group(rewards, prompt, request["texts"], request["completion_ids"]))
     except UnisonError as error:
         return {"reason": getattr(error, "reason", "reward_error"), "message": str(error)}
     return {"scores": [asdict(score) for score in scores]}

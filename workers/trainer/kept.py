@@ -1,13 +1,13 @@
 """Kept versions: weights of a run's versions that stay on disk, so that its samples can be verified afterwards.
 
     RUN/versions/DIGEST.version
-        8 bytes "UNISONK1" · header length (u64) · header (JSON) · one zlib stream per tensor · xxh3-128 of all before
+        8 bytes "UNISONK1" · header length (u64) · header (JSON) · two zlib streams per tensor · xxh3-128 of all before
 
-A version is kept as the XOR of its bytes with those of the version kept before it (`base` in the header), its bytes
-grouped by their place in the element, or as itself where there is none. XOR is its own inverse, so a chain can be
-walked both ways: from the model's directory, from any checkpoint, or from a file that has no base. What is rebuilt is
-compared with the digest of each tensor and of the whole (V1). A file is complete or not there: temporary name, fsync,
-rename.
+A version is kept as the XOR of its bytes with those of the version kept before it (`base` in the header), or as itself
+where there is none: one stream says which elements aren't zero, one bit each, the other what they are, all low bytes
+first. XOR is its own inverse, so a chain can be walked both ways: from the model's directory, from any checkpoint, or
+from a file that has no base. What is rebuilt is compared with the digest of each tensor and of the whole (V1). A file
+is complete or not there: temporary name, fsync, rename.
 
 Owns: the format, and the rule which versions are kept. Called by the training loop (`VersionKeeper`) and by bin/verify.
 """
@@ -20,8 +20,10 @@ import struct
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -36,10 +38,12 @@ from .checkpoint import TEMPORARY, sync
 FOLDER, SUFFIX = "versions", ".version"
 MAGIC = b"UNISONK1"
 LEVEL = 1
-"""Of zlib: most of a delta is zeros, and higher levels take several times as long for some percent."""
+"""Of zlib: higher levels take several times as long for some percent."""
 DIGEST_BYTES = 16
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 1 << 28
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {2: np.uint16, 4: np.uint32}
 
 Arrays = Mapping[str, np.ndarray]
 """Bytes of each tensor by Hugging Face name, uint8 [bytes]; aliases left out."""
@@ -70,8 +74,8 @@ class KeptVersion:
     """Digest of the weights that it is the difference to; None where it stands alone."""
     entries: tuple[TensorEntry, ...]
     """Its manifest."""
-    sizes: tuple[int, ...]
-    """Compressed bytes of each tensor that is no alias, in the manifest's order."""
+    sizes: tuple[tuple[int, int], ...]
+    """Compressed bytes of the two streams of each tensor that is no alias, in the manifest's order."""
 
     @property
     def own(self) -> tuple[TensorEntry, ...]:
@@ -128,9 +132,11 @@ class VersionKeeper:
             np.copyto(self._previous[name], array)
 
     def _write(self, version: PolicyVersion, step: int, arrays: Arrays, base: str | None) -> int:
-        def packed(name: str) -> tuple[str, bytes]:
+        width = self._layout.dtype.itemsize
+
+        def packed(name: str) -> tuple[str, bytes, bytes]:
             array = arrays[name] if base is None else np.bitwise_xor(arrays[name], self._previous[name])
-            return xxhash.xxh3_128_hexdigest(arrays[name].data), zlib.compress(self._grouped(array), LEVEL)
+            return xxhash.xxh3_128_hexdigest(arrays[name].data), *_packed(array, width)
 
         names = sorted(self._layout.entries)
         with ThreadPoolExecutor(available_cores(), "keep") as pool:
@@ -146,15 +152,32 @@ class VersionKeeper:
                                   f"{version.digest}: they changed while they were kept")  # fmt: skip
         header = {
             "ordinal": version.ordinal, "step": step, "digest": version.digest, "base": base, "dtype": dtype,
-            "tensors": [[each.name, list(each.shape), each.digest, each.alias_of, len(pieces[each.name][1])
-                         if each.alias_of is None else 0] for each in manifest.entries],
+            "tensors": [[each.name, list(each.shape), each.digest, each.alias_of,
+                         *([] if each.alias_of else map(len, pieces[each.name][1:]))] for each in manifest.entries],
         }  # fmt: skip
-        streams = [pieces[entry.name][1] for entry in manifest.entries if entry.alias_of is None]
+        streams = [part for each in manifest.entries if each.alias_of is None for part in pieces[each.name][1:]]
         return _write_file(path_of(self._folder, version.digest), json.dumps(header).encode(), streams)
 
-    def _grouped(self, array: np.ndarray) -> np.ndarray:
-        """All first bytes of the elements, then all second ones: what seldom changes is in long runs then."""
-        return np.ascontiguousarray(array.reshape(-1, self._layout.dtype.itemsize).T)
+
+def _packed(array: np.ndarray, width: int) -> tuple[bytes, bytes]:
+    """Which elements aren't zero, and what those are: both streams."""
+    elements = array.view(_UNSIGNED[width])
+    is_set = elements != 0
+    planes = np.ascontiguousarray(elements[is_set].view(np.uint8).reshape(-1, width).T)
+    return zlib.compress(np.packbits(is_set).tobytes(), LEVEL), zlib.compress(planes.tobytes(), LEVEL)
+
+
+def _xor_packed(streams: tuple[bytes, bytes], target: np.ndarray, width: int) -> None:
+    """XOR what `_packed` made into a tensor's bytes. Raises ValueError, zlib.error where it can't be for that."""
+    elements = target.view(_UNSIGNED[width])
+    bits, planes = (np.frombuffer(zlib.decompress(stream), dtype=np.uint8) for stream in streams)
+    if len(bits) != -(-len(elements) // 8):
+        raise ValueError(f"{len(bits)} bytes of marks for {len(elements)} elements")
+    is_set = np.unpackbits(bits, count=len(elements)).view(bool)
+    values = np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
+    if len(values) != np.count_nonzero(is_set):
+        raise ValueError(f"{len(values)} values for {np.count_nonzero(is_set)} marks")
+    elements[is_set] ^= values
 
 
 def arrays_of(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -170,7 +193,7 @@ def path_of(folder: Path, digest: str) -> Path:
 def kept_versions(run_dir: Path) -> tuple[list[KeptVersion], list[DamagedVersionError]]:
     """The files of a run whose headers can be read, and what is wrong with the others."""
     found, damaged = [], []
-    for path in sorted((run_dir / FOLDER).glob(f"*{SUFFIX}")):
+    for path in sorted((run_dir / FOLDER).glob(f"[!.]*{SUFFIX}")):
         try:
             found.append(read_header(path))
         except DamagedVersionError as error:
@@ -193,11 +216,11 @@ def read_header(path: Path) -> KeptVersion:
             values = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         dtype = values["dtype"]
         rows = values["tensors"]
-        entries = tuple(TensorEntry(name, tuple(shape), dtype, digest, alias) for name, shape, digest, alias, _ in rows)
-        sizes = tuple(int(size) for _, _, _, alias, size in rows if alias is None)
+        entries = tuple(TensorEntry(row[0], tuple(row[1]), dtype, row[2], row[3]) for row in rows)
+        sizes = tuple((int(row[4]), int(row[5])) for row in rows if row[3] is None)
         found = KeptVersion(path, int(values["ordinal"]), int(values["step"]), str(values["digest"]),
                             values["base"], entries, sizes)  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise DamagedVersionError(path, f"its header can't be read: {error!r}") from error
     if Manifest.of(entries).digest != found.digest or path.name != f"{found.digest}{SUFFIX}":
         raise DamagedVersionError(path, "its header isn't what its digest says")
@@ -217,30 +240,24 @@ def apply(kept: KeptVersion, arrays: Arrays) -> None:
         raise DamagedVersionError(kept.path, str(error)) from error
     place = len(MAGIC) + _LENGTH.size
     place += _LENGTH.unpack(content[len(MAGIC) : place])[0]
-    streams = []
-    for entry, size in zip(kept.own, kept.sizes, strict=True):
-        streams.append((entry.name, content[place : place + size]))
-        place += size
+    work = []
+    for entry, (num_marks, num_values) in zip(kept.own, kept.sizes, strict=True):
+        end = place + num_marks + num_values
+        work.append((entry.name, (content[place : place + num_marks], content[place + num_marks : end])))
+        place = end
+    width = _ITEM_BYTES[kept.own[0].dtype]
 
-    def unpack(item: tuple[str, bytes]) -> None:
-        name, stream = item
-        target = arrays[name]
+    def unpack(item: tuple[str, tuple[bytes, bytes]]) -> None:
+        name, streams = item
         try:
-            data = np.frombuffer(zlib.decompress(stream), dtype=np.uint8)
-        except zlib.error as error:
+            _xor_packed(streams, arrays[name], width)
+        except (zlib.error, ValueError, KeyError) as error:
             raise DamagedVersionError(kept.path, f"{name} can't be read: {error}", name) from error
-        if len(data) != len(target):
-            raise DamagedVersionError(kept.path, f"{name} has {len(data)} bytes, not {len(target)}", name)
-        width = _ITEM_BYTES[kept.own[0].dtype]
-        np.bitwise_xor(target, np.ascontiguousarray(data.reshape(width, -1).T).reshape(-1), out=target)
 
     with ThreadPoolExecutor(available_cores(), "rebuild") as pool:
-        list(pool.map(unpack, streams))
+        list(pool.map(unpack, work))
     if content[place:] != xxhash.xxh3_128_digest(content[:place]):
         raise DamagedVersionError(kept.path, "its digest isn't that of its bytes")
-
-
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def _write_file(path: Path, header: bytes, streams: list[bytes]) -> int:
@@ -261,7 +278,8 @@ def _write_file(path: Path, header: bytes, streams: list[bytes]) -> int:
         temporary.rename(path)
         sync(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{path} can't be written: {error}; make room, or set checkpoint.keep_versions=none; go on with --resume"
         ) from error
