@@ -9,7 +9,6 @@ import sqlite3
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,19 @@ from unison.workers.verify.cli import verify
 
 pytestmark = pytest.mark.slow
 
+WAVERING = """
+import pathlib
+from unison.workers.rollout import Reward
+calls = [0]
+def wavering(completions, **_):
+    calls[0] += 1
+    return [0.01 * (calls[0] % 2)] * len(completions)
+def judge(completions, **_):
+    with pathlib.Path(__file__).with_suffix(".calls").open("a") as marks:
+        marks.write("x")
+    return [0.01 * len(each[0]["content"]) for each in completions]
+"""
+"""A function that gives two values for the same text, and one that counts its calls, as a judge is paid for."""
 KEEP = ("--set", "checkpoint.keep_versions=all", "--set", "checkpoint.keep=1")
 
 
@@ -40,9 +52,10 @@ def sync_run(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def carried_run(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An asynchronous run whose samples cross updates with their KV."""
+    """An asynchronous run whose samples cross updates with their KV, with rewards that can't be asked for again."""
     folder = tmp_path_factory.mktemp("carried")
-    task = write_task(folder / "letters.py")
+    functions = "wavering, Reward(judge, is_deterministic=False), Reward(vowels, is_deterministic=True)"
+    task = write_task(folder / "letters.py", functions, WAVERING)
     return train(
         folder / "r", chat_model, task, *FAST, *KEEP, "--steps", "8", "--mode", "async", "--max-tokens", "64",
         "--set", "rollout.on_update=carry", "--set", "rollout.max_staleness=3", "--set", "rollout.top_k=40",
@@ -86,8 +99,13 @@ def different(run_dir: Path, *arguments: str) -> tuple[dict[int, list[str]], lis
 def test_a_synchronous_run_is_proved(sync_run: Path) -> None:
     """R3, V1, S35: every sample of every version, trained and evaluated, at a temperature: bits, prompt, text,
     reward."""
-    code, found = run_verify("--all", sync_run)
-    assert code == 0 and not found["unchecked"] and not found["damaged"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "unison.workers.verify", "--all", str(sync_run), "--json"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert not found["unchecked"] and not found["damaged"]
     assert found["num_samples"] == {"bit-equal": len(found["samples"])} and len(found["samples"]) == 4 * 16 + 8
     assert found["max_difference"] == 0.0
     versions = {row[0] for row in query(sync_run, "SELECT DISTINCT versions FROM samples")}
@@ -95,24 +113,24 @@ def test_a_synchronous_run_is_proved(sync_run: Path) -> None:
 
 
 def test_an_asynchronous_run_is_proved(carried_run: Path) -> None:
-    """V3: samples whose KV crosses updates are rebuilt under the versions that wrote it; the ledger adds up too."""
+    """V3, V6: samples whose KV crosses updates are rebuilt under the versions that wrote it; the ledger adds up too."""
     crossing = [each for (each,) in query(carried_run, "SELECT versions FROM samples") if len(json.loads(each)) > 1]
     assert crossing, "none crosses an update"
+    calls = (carried_run.parent / "letters.calls").read_text()
     code, found = run_verify("--all", carried_run)
     assert code == 0 and set(found["num_samples"]) == {"bit-equal"}, found["samples"]
     with StoredRun(carried_run) as run:
         report = audit(run)
-    assert report.is_sound, report.findings
+    assert report.is_sound and not [each for each in report.findings if each.unchecked], report.findings
+    unchecked = " ".join(found["unchecked"])
+    assert "judge isn't deterministic" in unchecked and "wavering gave two values" in unchecked
+    assert "vowels" not in unchecked and (carried_run.parent / "letters.calls").read_text() == calls
 
 
-def test_the_script_shows_a_table(sync_run: Path) -> None:
-    """As a command, on one group and on one sample of it."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "unison.workers.verify", str(sync_run), "--order", "3", "--sample", "2"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "bit-equal: 1" in ended.stdout and "1 samples of" in ended.stdout
+def test_what_is_shown(sync_run: Path) -> None:
+    """A table of one sample of a group, and the counts."""
+    ended = CliRunner().invoke(verify, [str(sync_run), "--order", "3", "--sample", "2"])
+    assert ended.exit_code == 0 and "bit-equal: 1" in ended.stdout and "1 samples of" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -251,39 +269,17 @@ def test_a_model_that_is_not_the_one_it_began_with(copy: Path, chat_model: Path,
 
 def test_a_run_that_did_not_claim_exactness(copy: Path) -> None:
     """Where bits can't be asked for, near is near and far is different; what was drawn must be likely."""
+    data = bytearray(blob(copy, "logprobs"))
+    data[4 * 5] ^= 3
+    tamper(copy, "UPDATE samples SET logprobs = ? WHERE order_id = 0 AND sample_index = 1", bytes(data))
     for claim in ({"is_exact": False}, {"is_exact": True, "kernels": {"name": "other"}, "attention": {}}):
         with closing(sqlite3.connect(copy / LEDGER_FILE)) as db:
             db.execute("UPDATE settings SET machine = ?", (json.dumps(claim),))
             db.commit()
-        data = bytearray(blob(copy, "logprobs"))
-        data[4 * 5] ^= 3
-        tamper(copy, "UPDATE samples SET logprobs = ? WHERE order_id = 0 AND sample_index = 1", bytes(data))
         code, found = run_verify(copy, "--order", "0")
         assert code == 0 and found["num_samples"] == {"bit-equal": 3, "within tolerance": 1}
         assert 0.0 < found["max_difference"] < 1e-5 and any("bits: " in text for text in found["unchecked"])
     assert run_verify(copy, "--order", "0", "--tolerance", "0")[0] == 1
-
-
-@pytest.mark.parametrize("values", [[0.5, 1.5], [1.0, 1.0]])
-def test_rewards_that_waver(values: Sequence[float], chat_model: Path, tmp_path: Path) -> None:
-    """A function that gives two values isn't held to any; one that says that it isn't deterministic isn't called."""
-    counting = (
-        "import pathlib\ncalls = [0]\ndef wavering(completions, **_):\n    calls[0] += 1\n"
-        f"    return [{values[0]} if calls[0] % 2 else {values[1]}] * (len(completions) - 1) + [0.0]\n"
-        "def judge(completions, **_):\n    marks = pathlib.Path(__file__).with_suffix('.calls')\n"
-        "    marks.write_text((marks.read_text() if marks.exists() else '') + 'x')\n"
-        "    return [float(len(each[0]['content'])) for each in completions]\n"
-        "from unison.workers.rollout import Reward\n"
-    )
-    task = write_task(tmp_path / "wave.py", "wavering, Reward(judge, is_deterministic=False), vowels", counting)
-    run_dir = train(tmp_path / "r", chat_model, task, *FAST, *KEEP, "--steps", "1").run_dir
-    calls = (tmp_path / "wave.calls").read_text()
-    code, found = run_verify("--all", run_dir)
-    assert (tmp_path / "wave.calls").read_text() == calls, "a judge costs money"
-    unchecked = " ".join(found["unchecked"])
-    assert "judge isn't deterministic" in unchecked
-    assert code == 0 and set(found["num_samples"]) == {"bit-equal"}
-    assert ("wavering gave two values" in unchecked) == (values[0] != values[1])
 
 
 def test_a_file_of_samples(copy: Path, chat_model: Path, tmp_path: Path) -> None:

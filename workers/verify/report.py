@@ -6,7 +6,7 @@ Owns: the counts, the exit code, the tables. Called by the command line.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
@@ -65,7 +65,8 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of the counts."""
-        return {name: value for name, value in asdict(self).items() if name != "notable"}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "notable"}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
 
     def show(self, console: Console, reports: list[SampleReport]) -> None:
         """The chosen samples where they are few, else those that are notable; then the counts."""
