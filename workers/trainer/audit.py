@@ -72,9 +72,9 @@ class BiasRow:
     """Groups."""
     samples: int
     """Their completions."""
-    length: float
-    """Mean tokens."""
-    reward: float
+    length: float | None
+    """Mean tokens; None where nothing was drawn."""
+    reward: float | None
     """Mean reward."""
     minus_trained_length: float | None = None
     """Less that of the trained ones."""
@@ -226,6 +226,7 @@ class _Auditor:
         config, name = settings.config, f"order {order.order_id}"
         if order.state not in FINAL_STATES:
             return
+        self._count_group(order)
         seeds = {order_seed(each, order.split, order.order_id, order.prompt_index) for each in self._seeds}
         if seeds and order.seed not in seeds:
             self.add("seeds", f"{name} has seed {order.seed}, which isn't what the run's seed gives")
@@ -243,7 +244,6 @@ class _Auditor:
                 self.add(rule, f"{name}, sample {sample.index}: {text}")
         if [sample.index for sample in order.samples] != list(range(len(order.samples))) and not order.damage:
             self.add("groups", f"{name} has the samples {[sample.index for sample in order.samples]}")
-        self._count_group(order)
         if order.state == "trained" and order.step is not None:
             self._num_consumed[order.step] = self._num_consumed.get(order.step, 0) + _num_kept(order, config)
             if config is not None:
@@ -360,13 +360,15 @@ class _Auditor:
         for what in sorted(self._groups, key=lambda each: (each != "trained", each)):
             groups = self._groups[what]
             count = sum(samples for samples, _, _ in groups)
+            if not count:
+                rows.append(BiasRow(what, len(groups), 0, None, None))
+                continue
             length = sum(tokens for _, tokens, _ in groups) / count
             reward = math.fsum(value for _, _, value in groups) / count
             base = rows[0] if rows and rows[0].what == "trained" else None
-            rows.append(BiasRow(
-                what, len(groups), count, length, reward, None if base is None else length - base.length,
-                None if base is None else reward - base.reward,
-            ))  # fmt: skip
+            longer = None if base is None or base.length is None else length - base.length
+            better = None if base is None or base.reward is None else reward - base.reward
+            rows.append(BiasRow(what, len(groups), count, length, reward, longer, better))
         return tuple(rows)
 
 

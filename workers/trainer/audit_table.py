@@ -56,11 +56,13 @@ def print_report(report: AuditReport) -> None:
     for name in ("ended as", "groups", "samples", "mean length", "mean reward", "length − trained", "reward − trained"):
         bias.add_column(name, justify="left" if name == "ended as" else "right")
     for row in report.bias:
-        bias.add_row(row.what, str(row.groups), str(row.samples), f"{row.length:.2f}", f"{row.reward:.4f}",
-                     _signed(row.minus_trained_length, 2), _signed(row.minus_trained_reward, 4))  # fmt: skip
+        bias.add_row(
+            row.what, str(row.groups), str(row.samples), _shown(row.length, ".2f"), _shown(row.reward, ".4f"),
+            _shown(row.minus_trained_length, "+.2f"), _shown(row.minus_trained_reward, "+.4f"),
+        )  # fmt: skip
     if report.bias:
         console.print(bias)
 
 
-def _signed(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:+.{digits}f}"
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
