@@ -5,14 +5,17 @@ One test per row of docs/failures.md, "Training".
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from harness.serving import is_running, wait_until
 from harness.training import FAST, TrainProcess, assert_accounted, children_gone, query, train, training, write_task
+from unison.workers.verify.cli import verify
 
 pytestmark = pytest.mark.slow
 
@@ -86,8 +89,9 @@ def test_gpu_worker(mode: str, chat_model: Path, task: str, tmp_path: Path) -> N
 
 
 def test_everything_at_once(chat_model: Path, task: str, tmp_path: Path) -> None:
-    """P33, P34: a killed supervisor takes all children along and leaves no socket; --resume goes on."""
-    with training(tmp_path / "r", chat_model, task, *LONG) as process:
+    """V1, P33, P34: a killed supervisor takes all children along and leaves no socket; --resume goes on, and every
+    sample of the whole is proved afterwards by the versions that were kept before and after."""
+    with training(tmp_path / "r", chat_model, task, *LONG, "--set", "checkpoint.keep_versions=all") as process:
         process.wait_step(8)
         pids = process.pids()
         assert {"gpu", "rollout", "trainer"} <= pids.keys()
@@ -98,6 +102,8 @@ def test_everything_at_once(chat_model: Path, task: str, tmp_path: Path) -> None
         train(process.run_dir, chat_model, "", "--resume", "--steps", "12")
     counts = assert_accounted(tmp_path / "r")
     assert counts["trained"] == 48
+    proved = CliRunner().invoke(verify, ["--all", str(tmp_path / "r"), "--no-rewards", "--json"])
+    assert proved.exit_code == 0 and json.loads(proved.stdout)["num_samples"] == {"bit-equal": 48 * 4 + 8}
 
 
 def test_everything_before_the_first_checkpoint(chat_model: Path, task: str, tmp_path: Path) -> None:

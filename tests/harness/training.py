@@ -12,8 +12,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from unison.workers.trainer.audit import audit
 from unison.workers.trainer.ledger import LEDGER_FILE, Ledger, open_to_read
 from unison.workers.trainer.metrics import read_metrics
+from unison.workers.trainer.stored import StoredRun
 
 from .serving import DEADLINE_S, ServeProcess, wait_until
 
@@ -143,7 +145,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 
 def assert_accounted(run_dir: Path, is_over: bool = True) -> dict[str, int]:
-    """Every prompt has exactly one state, and the ledger adds up; returns the count by state."""
+    """Every prompt has exactly one state, and the ledger passes the audit; returns the count by state."""
     ledger = Ledger(run_dir / LEDGER_FILE)
     try:
         problems = ledger.check()
@@ -151,6 +153,9 @@ def assert_accounted(run_dir: Path, is_over: bool = True) -> dict[str, int]:
         counts = ledger.count_by_state()
     finally:
         ledger.close()
+    with StoredRun(run_dir) as run:
+        report = audit(run)
+    assert report.is_sound, [finding for finding in report.findings if finding.count]
     trained = query(run_dir, "SELECT step, count(*) FROM orders WHERE state = 'trained' GROUP BY step ORDER BY step")
     steps = query(run_dir, "SELECT step FROM steps ORDER BY step")
     assert [step for step, _ in trained] == [step for (step,) in steps]

@@ -23,6 +23,7 @@ def memory(config: TrainConfig) -> dict[str, int]:
     plan = MemoryPlan.of(config.serve)
     found = {f"{name}_bytes": 4 * plan.parameters * count for name, count in FLOAT32_COPIES.items()}
     found["reference_bytes"] = plan.buffer_bytes if config.algorithm.kl_coef else 0
+    found["kept_version_bytes"] = plan.buffer_bytes if config.checkpoint.keep_interval else 0
     rings = 2 * config.rollout.num_workers * (config.rollout.ring_mib << 20)
     return vars(plan) | found | {"ring_bytes": rings}
 
@@ -44,6 +45,12 @@ def sentences(config: TrainConfig) -> list[str]:
         "drop": "groups with equal rewards are left out of the batch",
         "refill": f"groups with equal rewards are replaced, at most {rollout.max_refill_groups} per step",
     }[rollout.zero_variance])  # fmt: skip
+    interval, keep = config.checkpoint.keep_interval, config.checkpoint.keep
+    lines.append(
+        f"samples of the first version and of the newest {keep} checkpoints can be verified afterwards"
+        if not interval else "every sample can be verified afterwards" if interval == 1
+        else f"samples of the versions of every {interval}th step can be verified afterwards"
+    )  # fmt: skip
     return lines
 
 
