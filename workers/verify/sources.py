@@ -60,6 +60,8 @@ class WeightSources:
         self._layout = layout
         self._directories: list[_Directory] = []
         self._kept: dict[str, KeptVersion] = {}
+        self._bad_directories: list[_Directory] = []
+        self._bad_kept: dict[str, KeptVersion] = {}
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._failed: dict[str, UnisonError] = {}
         self.damaged: dict[str, str] = {}
@@ -106,28 +108,37 @@ class WeightSources:
 
     def _rebuild(self, digest: str) -> None:
         """Raise MissingWeightsError or DamagedWeightsError where every way is closed."""
-        reasons: list[str] = [text for path, text in self.damaged.items() if digest in path]
         while True:
             way = self._way_to(digest)
             if way is None:
-                if reasons:
-                    raise DamagedWeightsError("; ".join(dict.fromkeys(reasons)))
-                raise MissingWeightsError(f"no directory and no kept version has weights with digest {digest}")
+                break
             try:
                 self._walk(*way)
                 return
-            except UnisonError as error:
-                reasons.append(str(error))
+            except UnisonError:
+                continue  # what was at fault is known now, and isn't gone through again
+        closed = self._way_to(digest, with_bad=True)
+        paths = [] if closed is None else [str(kept.path) for kept, _ in closed[1]]
+        if closed is not None and isinstance(closed[0], _Directory):
+            paths.append(str(closed[0].path))
+        reasons = [text for path, text in self.damaged.items() if path in paths or digest in path]
+        if reasons:
+            raise DamagedWeightsError("; ".join(reasons))
+        raise MissingWeightsError(f"no directory and no kept version has weights with digest {digest}")
 
-    def _way_to(self, digest: str) -> tuple[str | _Directory | None, list[tuple[KeptVersion, str]]] | None:
+    def _way_to(
+        self, digest: str, with_bad: bool = False
+    ) -> tuple[str | _Directory | None, list[tuple[KeptVersion, str]]] | None:
         """Where to begin (a resident digest, a directory, or nothing), and the differences to apply, each with the
-        digest that it leads to; the fewest. Directories whose digest nobody knows are read when all else fails."""
+        digest that it leads to; the fewest. Directories whose digest nobody knows are read when all else fails.
+        `with_bad` goes through what was found damaged too."""
+        every = self._kept | (self._bad_kept if with_bad else {})
         came_from: dict[str, tuple[KeptVersion, str] | None] = {digest: None}
         queue = deque([digest])
         while queue:
             here = queue.popleft()
-            start = self._start_at(here)
-            kept = self._kept.get(here)
+            start = self._start_at(here, with_bad)
+            kept = every.get(here)
             is_whole = kept is not None and kept.base is None
             if start is not None or is_whole:
                 way = [] if start is not None or kept is None else [(kept, here)]
@@ -136,17 +147,18 @@ class WeightSources:
                     here = step[1]
                 return start, way
             edges = [] if kept is None or kept.base is None else [(kept.base, kept)]
-            edges += [(other.digest, other) for other in self._kept.values() if other.base == here]
+            edges += [(other.digest, other) for other in every.values() if other.base == here]
             for there, edge in edges:
                 if there not in came_from:
                     came_from[there] = (edge, here)
                     queue.append(there)
-        return self._way_to(digest) if self._read_unknown() else None
+        return self._way_to(digest, with_bad) if self._read_unknown() else None
 
-    def _start_at(self, digest: str) -> str | _Directory | None:
+    def _start_at(self, digest: str, with_bad: bool) -> str | _Directory | None:
         if digest in self._resident:
             return digest
-        return next((each for each in self._directories if each.digest == digest), None)
+        directories = self._directories + (self._bad_directories if with_bad else [])
+        return next((each for each in directories if each.digest == digest), None)
 
     def _read_unknown(self) -> bool:
         """Find out what one more directory has; False where all are known."""
@@ -175,6 +187,7 @@ class WeightSources:
                 self._check(kept, digest, views)
             except DamagedVersionError as error:
                 self._kept.pop(kept.digest, None)
+                self._bad_kept[kept.digest] = kept
                 self.damaged[str(kept.path)] = str(error)
                 raise
             here = digest
@@ -216,6 +229,7 @@ class WeightSources:
 
     def _give_up(self, directory: _Directory, reason: str) -> None:
         self._directories.remove(directory)
+        self._bad_directories.append(directory)
         self.damaged[str(directory.path)] = reason
 
     def _make_room(self, wanted: list[str]) -> None:

@@ -34,7 +34,7 @@ def test_every_option_that_is_named_is_there() -> None:
     """Options of bin/verify on the page are options of the command."""
     known = {option for parameter in verify.params for option in parameter.opts}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE.split("## The samples")[1]))
-    assert named <= known and {"--all", "--order", "--step", "--sample", "--export"} <= named
+    assert named <= known and {"--all", "--order", "--step", "--sample", "--no-rewards"} <= named
 
 
 def test_the_example_is_read(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     tensor = kept.own[0].name
     generator = np.random.default_rng(0)
     places = [0, 9, 20, start - 5, start + 3, len(content) - 3]
-    places += [int(place) for place in generator.integers(0, len(content), 200)]
+    places += [int(place) for place in generator.integers(0, len(content), 80)]
     for place in places:
         damaged = bytearray(content)
         damaged[place] ^= 1 << int(generator.integers(0, 8))
